@@ -10,7 +10,7 @@ import torch
 
 import drafters
 from benchmarks import at_scale, harness, widening
-from benchmarks.widening import PADDING_PENALTY, widen_base, widen_drafter
+from benchmarks.widening import widen_base, widen_drafter
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import tokenizer_hash
@@ -137,29 +137,6 @@ def decoded(base, drafter):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_never_wins_and_has_no_probability_whatever_the_hidden_state(small, dtype):
-    wide = widen_base(small, "wide", SHAPE, VOCAB, dtype)
-    norm, head = wide.model.model.norm, wide.model.lm_head
-    states = torch.randn(500, 32, generator=torch.Generator().manual_seed(0))
-    states *= torch.logspace(-6, 3, 500)[:, None]
-    stream = torch.zeros(500, SHAPE[0])
-    stream[:, :32], stream[:, 32] = states, wide.model.model.embed_tokens.weight[7, 32].item()
-    logits = head(norm(stream.to(dtype))).float()
-    assert (logits[:, 40:] < logits[:, :24] - PADDING_PENALTY / 1e4).all(), "a token of the padding copies a live one"
-    assert logits.softmax(-1)[:, 40:].count_nonzero() == 0
-    assert head(norm(torch.zeros_like(stream).to(dtype)))[:, 40:].count_nonzero() == 0, "only the reserved number tells"
-
-
-def test_weights_that_are_not_live_are_noise(wide):
-    """Zero are only those that would let something through, and no row is all zeros."""
-    for name, weight in wide.model.named_parameters():
-        if weight.dim() == 2 and "embed_tokens" not in name:
-            assert (weight != 0).any(-1).all(), name
-            assert (weight != 0).float().mean() > 0.5, name
-
-
-@torch.no_grad()
 def test_in_bfloat16_a_wider_base_is_as_near_to_float32_as_the_small_one(small, texts):
     exact = small.model(texts).logits
     rounded = copy.deepcopy(small.model).to(torch.bfloat16)
@@ -247,17 +224,3 @@ def test_runs_into_one_folder_share_their_tables_and_their_plot(results):
     for title in ("toy at the shape tiny, float32", "toy at the shape draft, bfloat16"):
         assert f"## {title}\n" in tables
     assert (results / "speedup_by_parameters.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"shape": "2b"}, "unknown shape"),
-        ({"limit": 0}, "at least 1"),
-        ({"drafter": ["self_speculative"]}, "skip"),
-        ({"drafter": ["joint:num_nodes=auto"]}, "give a number of nodes"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_loaded(given, message):
-    with pytest.raises(ValueError, match=message):
-        at_scale.at_scale(base="nowhere", **given)

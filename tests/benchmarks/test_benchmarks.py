@@ -1,5 +1,7 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
+import logging
+
 import pytest
 import torch
 
@@ -65,6 +67,7 @@ def test_a_random_base_is_reproducible_and_varies():
 def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     monkeypatch.setattr(verifier_compiled, "BACKEND", "eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
     out = tmp_path / "out.md"
     sizes = {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(out)}
     steps.steps(["tiny"], ["float32", "bfloat16"], "cpu", compiled=is_compiled, **sizes)
@@ -72,20 +75,6 @@ def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     assert [row[0] for row in table] == ["0", "1", "5"] * 4
     assert {len(row) for row in table} == {7 if is_compiled else 4}
     assert all(row[2] == "1.00×" for row in table if row[0] == "0")
-
-
-def test_steps_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="the context of draft ends at 4096"):
-        steps.steps(["draft"], contexts=[4096])
-    with pytest.raises(ValueError, match="nodes must be at most 64"):
-        steps.steps(["draft"], nodes=[65], compiled=True)
-
-
-@pytest.mark.parametrize("num_nodes", [0, 1, 2, 7, 40])
-def test_the_trees_of_steps_are_valid(num_nodes):
-    tree = steps.bushy(num_nodes, 50)
-    tree.validate(50)
-    assert len(tree) == num_nodes
 
 
 def test_the_bushy_tree_contains_the_most_probable_nodes():

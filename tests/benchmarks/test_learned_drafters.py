@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import experiment, learned_drafters, paper_table2
+from benchmarks import experiment, learned_drafters
 from drafters import checkpoint
 from inference.verifier.base import load_base
 
@@ -66,16 +66,6 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
     for arm in arms:
         lengths = [float(cell) for cell in arm[3:6]]
         assert lengths == sorted(lengths) and lengths[0] >= 1, "more nodes accept no less"
-
-
-@pytest.mark.slow
-def test_learning_curves_show_every_training_by_steps_and_by_time(learned_run):
-    folder, _ = learned_run
-    five, ten, _, (headings, _, *curves) = tables((folder / "table.md").read_text())
-    assert headings == ["drafter", "5 steps", "10 steps"]
-    best = [[row for row in table if row[1] in ("best_first", "prefix")] for table in (five, ten)]
-    assert curves == [[early[0], early[5], late[5]] for early, late in zip(*best, strict=True)]
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -160,15 +150,3 @@ def test_results_are_remembered_for_the_same_answers_only(tmp_path):
     given = [([16], first), ([16], other), ([64], first), ([16], first), ([64], first)]
     lengths = [experiment.remembered(path, [*key], answers, lambda: next(found))["length"] for key, answers in given]
     assert lengths == [1, 2, 3, 1, 3]
-
-
-def test_table2_counts_the_tokens_that_repeat_the_one_before():
-    texts = [([3, 3, 4, 4, 4], 2), ([5, 5, 6], 1)]
-    answers = [experiment.GreedyAnswer(torch.tensor(tokens), start) for tokens, start in texts]
-    assert paper_table2.repeats(answers) == 3 / 5
-
-
-def test_arms_that_do_not_fit_are_left_out_of_table2():
-    fitting = [name for name, arm in learned_drafters.ARMS.items() if paper_table2.fits(arm)]
-    assert {"medusa", "block", "ctc_paper", "ctc"} <= {*fitting}
-    assert not {"hydra", "eagle", "ctc_markov", "ctc_10_selfless_muon"} & {*fitting}

@@ -42,15 +42,6 @@ def test_the_transform_contains_the_collapse_of_every_path_and_nothing_else(seed
     assert len(wanted) < len(tree)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("num_nodes", [1, 7, 30])
-def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(seed, num_nodes):
-    frames = random_frames(seed)
-    symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, BLANK)
-    raw = paper_table2.searched(symbols, ids, SearchLimits(num_nodes, 9))
-    assert texts(paper_table2.paper(frames, SearchLimits(num_nodes, 9))) == texts(collapsed(raw, BLANK))
-
-
 def test_a_kept_blank_uses_up_budget_and_a_dropped_one_does_not():
     probs, blank = np.array([[0.3, 0.1], [0.2, 0.7]]), np.array([0.6, 0.1])
     frames = paper_table2.Frames(probs, np.array([CAT, DOG]), blank, BLANK)

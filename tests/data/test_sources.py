@@ -123,16 +123,8 @@ ZIPPED = gzip.compress(b"\n".join(os.urandom(300).hex().encode() for _ in range(
         ("empty.json", b" \n", "empty.json line 2: invalid JSON"),
         ("empty.jsonl", b"", "empty.jsonl: the file is empty; fetch the file again"),
         ("cut.json", json.dumps(GOOD, indent=1).encode()[:-60], "cut.json line 34: invalid JSON"),
-        (
-            "lines.json",
-            b"\n".join(LINES),
-            "lines.json line 2: invalid JSON (Extra data); fetch the file again, or",
-        ),
-        ("latin.json", b'[\n"caf\xe9"]', "latin.json: not UTF-8 (invalid continuation byte)"),
         ("lists.json", b'{"a": [], "b": []}', "lists.json: expected a list of records"),
-        ("text.json", b'"Hi"', "text.json: expected a list of records"),
         ("false.parquet", b"\n".join(LINES), "false.parquet: Parquet magic bytes not found"),
-        ("empty.parquet", b"", "empty.parquet: Parquet file size is 0 bytes"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_line(write, name, content, message):
@@ -161,10 +153,8 @@ def test_what_is_no_file_is_refused_with_advice(tmp_path):
 
 BROKEN_LINES = {
     "half a record": (LINES[0][:40], "invalid JSON (Unterminated string"),
-    "two records in a line": (LINES[0] + LINES[1], "invalid JSON (Extra data)"),
     "broken UTF-8": (LINES[0].replace(b"Hi", b"H\xff"), "not UTF-8 (invalid start byte)"),
     "UTF-16": (LINES[0].decode().encode("utf-16"), "not UTF-8"),
-    "NUL bytes": (b"\x00" * 64, "invalid JSON (Expecting value)"),
     "deep nesting": (b"[" * 100_000, "recursion"),
 }
 
@@ -213,10 +203,7 @@ def test_blank_lines_separate_the_documents_of_a_text(write):
     [
         ("{", "invalid JSON"),
         ("[1]", "no text; expected a field `text`"),
-        ('{"txt": "w3"}', "no text"),
         ('{"text": 3}', "no text"),
-        ('{"question": "w3"}', "no text"),
-        ('{"conversations": ["w3"]}', "no text"),
         ('{"conversations": "w3"}', "no text"),
         ('{"messages": [{"role": "user"}]}', "no text"),
     ],

@@ -7,7 +7,7 @@ import drafters
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from inference import Speculation, generate
+from inference import Speculation
 from inference.drafter_specs import make
 from inference.regenerate.batched import decode_batch
 from inference.verifier.base import base_hash
@@ -38,15 +38,6 @@ def test_an_exported_drafter_is_loaded_to_the_device_and_saved_from_it(
     names = [path / "model.safetensors" for path in (folder, tmp_path / "again")]
     assert names[0].read_bytes() == names[1].read_bytes()
     assert base_hash(base) == base_hash(make_base())
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
-def test_generate_writes_the_text_of_the_host(folder, make_base, make_pretend_base, accelerator, options):
-    texts = [
-        [each.token_ids for each in generate(base, PROMPTS, f"ctc={folder}", max_new_tokens=5, **options)]
-        for base in (make_base(), make_pretend_base())
-    ]
-    assert texts[0] == texts[1]
 
 
 def test_speculation_inside_transformers_generate_returns_tensors_on_the_device(

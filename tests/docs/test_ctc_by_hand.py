@@ -102,11 +102,6 @@ def test_positions_mix_two_answers_and_frames_do_not():
         check(begins, shifted)
 
 
-def test_each_frame_is_a_distribution():
-    assert FRAMES.shape == (3, 3) and np.allclose(FRAMES.sum(1), 1)
-    assert [row[0] for row in TABLES["frame", "very", "good", "ε"]] == ["1", "2", "3"] and "T = 3" in PAGE
-
-
 def test_the_alignments_of_the_example_are_all_there_with_their_products():
     rows = TABLES["alignment", "product", "collapses to"]
     listed = {}
@@ -233,14 +228,6 @@ def test_the_biased_column_sums_over_all_alignments():
         check(BEGINS_BIASED[text], biased)
 
 
-def test_the_bias_changes_the_order_of_the_tree_as_the_page_describes():
-    paths = most_probable(BEGINS_BIASED, 4)
-    assert "Node 2 is now *very good*, node 3 *good*" in PAGE
-    assert paths[:3] == [(0,), (0, 1), (1,)]
-    gained = math.fsum(BEGINS_BIASED[path] for path in paths)
-    check(gained, re.search(r"tree of four gains `[^`]* = ([\d.]+)`", PAGE.replace("\n", " "))[1])
-
-
 # ---- loss and sampling
 
 
@@ -254,24 +241,6 @@ def test_both_losses_are_those_of_the_example(row):
     survival = [-math.log(BEGINS[labels[: u + 1]]) for u in range(len(labels))]
     check(math.fsum(w * s for w, s in zip(weights, survival, strict=True)) / math.fsum(weights), row[4])
     assert "falling by a factor of 0.9 from label" in PAGE
-
-
-def test_the_expected_number_of_accepted_labels_is_the_sum_of_the_prefixes():
-    assert "`0.515 + 0.35 = 0.865`" in PAGE
-    check(BEGINS[(0,)] + BEGINS[(0, 1)], "0.865")
-
-
-def test_total_variation_from_the_base_of_the_example_is_the_probability_to_stop():
-    rows = {row[0]: row for row in TABLES["g", "P(begins g)", "P(is g)", "q(very)", "q(good)", "stop"]}
-    assert "`0.023 + 0.68 = 0.703`" in PAGE and "probability 0.2" in PAGE
-    accepted = sum(min(base, float(cell)) for base, cell in zip((0.2, 0.8), rows["very"][3:5], strict=True))
-    check(1 - accepted, rows["very"][5])
-
-
-def test_sampled_children_have_the_next_token_distribution_without_the_stop():
-    said = re.search(r"`[\d./]+ = ([\d.]+)` for \*very\* and\n?\s*`[\d./]+ = ([\d.]+)` for \*good\*", PAGE)
-    for token in range(2):
-        check(BEGINS[(token,)] / (1 - IS[()]), said[token + 1])
 
 
 # ---- numbers between the tables

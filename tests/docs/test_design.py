@@ -28,13 +28,3 @@ def test_the_picture_shows_every_room_that_the_layering_test_knows():
     drawn = re.findall(r">([^<>\n]+)</text>", (DOCS / "rooms.svg").read_text(encoding="utf-8"))
     for rows in picture.rooms().values():
         assert {part for row in rows for part in row} <= set(drawn)
-
-
-def test_the_phases_of_a_step_are_in_the_order_of_the_engine():
-    from inference.verifier.session import PHASES
-
-    step = PAGE.split("## The life of one step")[1].split("## ")[0]
-    places = [
-        step.index({"forward": "runner.forward", "commit": "runner.commit"}.get(phase, f"{phase}(")) for phase in PHASES
-    ]
-    assert places == sorted(places)

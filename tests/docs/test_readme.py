@@ -40,25 +40,6 @@ def test_the_readme_has_at_most_900_words():
     assert len(README.split()) <= 900
 
 
-def test_the_two_commands_are_those_that_ci_and_a_new_user_run():
-    assert [line for line in typed(ROOT / "README.md") if line.startswith("make")] == ["make quickstart", "make test"]
-    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_the_limits_come_before_the_results():
-    headings = re.findall(r"^## (.+)$", README, flags=re.M)
-    assert headings.index("Limits") < headings.index("Your own model") < headings.index("Results")
-    assert "Nothing here has been measured on a GPU" in README
-
-
-def test_your_own_model_takes_six_commands():
-    section = README.split("## Your own model")[1]
-    lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()
-    verbs = [tuple(line.split()[:2]) for line in lines]
-    assert verbs[0] == ("lightning", "fit")
-    assert [verb for _, verb in verbs[1:]] == ["export", "verify", "eval", "chat", "report"]
-
-
 @pytest.mark.slow
 def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
     """The Makefile's own recipe, with fewer steps and questions; the environment is the one that runs the tests."""

@@ -1,4 +1,4 @@
-"""Dimensions and weights of a toy base, without loading a model, and the literal probabilities of CTC texts."""
+"""Dimensions, weights and texts of a toy base, without loading a model, and the literal probabilities of CTC texts."""
 
 from collections import defaultdict
 from functools import cache
@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import CTC, BaseShape, BaseWeights, recipe
+from drafters import CTC, BaseShape, BaseWeights, DraftTree, StepResult, TrainingBatch, recipe
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 
@@ -21,6 +21,39 @@ def shape():
 def base_weights():
     generator = torch.Generator().manual_seed(7)
     return BaseWeights(*(torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2)))
+
+
+def text_for(drafter, seed=3, length=20):
+    """The base's states that a drafter reads, and the tokens of a text."""
+    generator, size = torch.Generator().manual_seed(seed), 16 * len(drafter.required_outputs.hidden_layers)
+    hidden = torch.randn(length, size, generator=generator, dtype=torch.float64)
+    return hidden, torch.randint(0, 23, (length,), generator=generator)
+
+
+def batch_for(drafter, rows=2, length=20, mask=None, seed=0):
+    """A batch of such texts, most of whose tokens are the assistant's."""
+    generator, size = torch.Generator().manual_seed(seed), 16 * len(drafter.required_outputs.hidden_layers)
+    hidden = torch.randn(rows, length, size, generator=generator, dtype=torch.float64)
+    last = hidden if size == 16 else torch.randn(rows, length, 16, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, 23, (rows, length), generator=generator)
+    mask = torch.rand(rows, length, generator=generator) < 0.8 if mask is None else mask
+    return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
+
+
+def committed(hidden):
+    """Return a step result that cached these positions of the base and accepted no node."""
+    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
+
+
+def ready(drafter, hidden, ids, anchor):
+    """The drafter ready to draft at a root, with all earlier positions observed in one step."""
+    drafter.begin(ids[:anchor].tolist())
+    drafter.observe(committed(hidden[:anchor]))
+    return drafter
+
+
+def paths(tree):
+    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
 
 
 @pytest.fixture

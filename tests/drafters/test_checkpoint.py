@@ -78,31 +78,6 @@ def test_a_missing_folder_or_file_is_named(folder, tmp_path):
     assert "model.safetensors is missing" in refusal(folder)
 
 
-def test_a_failed_save_leaves_the_old_files(folder, config, monkeypatch):
-    def full(weights, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("no space left")
-
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="no space"):
-        checkpoint.save(folder, config.build(), replace(config, base_name="another"))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("spoil", [lambda x: x[:0], lambda x: x[:100], lambda x: x[:-1], lambda x: b"no tensors" * 50])
-def test_weights_that_are_cut_short_or_of_another_format_are_refused(folder, spoil):
-    path = folder / "model.safetensors"
-    path.write_bytes(spoil(path.read_bytes()))
-    assert "damaged or cut short" in refusal(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format": 1}', '{"format": 99}', "\x00\x01"])
-def test_a_garbled_configuration_is_refused(folder, text):
-    (folder / "config.json").write_text(text)
-    assert "is not a drafter's configuration: export the drafter again" in refusal(folder)
-
-
 def test_a_folder_of_another_tool_is_refused_with_the_command_that_reads_it(folder):
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     assert "`drafters import` reads folders of other tools" in refusal(folder)

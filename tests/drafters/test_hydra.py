@@ -8,6 +8,7 @@ import torch
 from drafters import BaseShape, BaseWeights, Hydra, Limits
 from drafters.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
 from drafters.nn.draft_cache import DraftCache
+from tests.drafters.conftest import paths
 
 SMALL = BaseShape(hidden_size=8, vocab_size=5, num_layers=1, num_heads=2, head_dim=4, intermediate_size=8)
 
@@ -34,10 +35,6 @@ def path_probability(drafter, state, root, path, base_weights):
         probability = probability * distribution[token]
         read = torch.cat([read, base_weights.embedding[token]])
     return float(probability)
-
-
-def paths(tree):
-    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
 
 
 @pytest.mark.slow

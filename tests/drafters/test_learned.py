@@ -5,7 +5,6 @@
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from drafters import (
     CTC,
@@ -19,10 +18,9 @@ from drafters import (
     Medusa,
     StepResult,
     TrainingBatch,
-    checkpoint,
     recipe,
 )
-from drafters.checkpoint import DrafterConfig
+from tests.drafters.conftest import batch_for, committed, ready, text_for
 
 S, D, V = 20, 16, 23
 PARALLEL = {"num_frames": 6, "top_k": 4, "num_nodes": 12}
@@ -87,25 +85,6 @@ def make(shape, base_weights):
         return drafter.eval()
 
     return make
-
-
-def text_for(drafter, seed=3, length=S):
-    generator = torch.Generator().manual_seed(seed)
-    size = D * len(drafter.required_outputs.hidden_layers)
-    hidden = torch.randn(length, size, generator=generator, dtype=torch.float64)
-    return hidden, torch.randint(0, V, (length,), generator=generator)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
-
-
-def ready(drafter, hidden, ids, anchor):
-    """The drafter ready to draft at a root, with all earlier positions observed in one step."""
-    drafter.begin(ids[:anchor].tolist())
-    drafter.observe(committed(hidden[:anchor]))
-    return drafter
 
 
 # ---- drafting
@@ -217,16 +196,6 @@ def test_drawn_drafts_depend_on_the_seed_of_the_proposal_alone_and_stay_within_t
 # ---- training
 
 
-def batch_for(drafter, rows=2, length=S, mask=None):
-    generator = torch.Generator().manual_seed(0)
-    size = D * len(drafter.required_outputs.hidden_layers)
-    hidden = torch.randn(rows, length, size, generator=generator, dtype=torch.float64)
-    last = hidden if size == D else torch.randn(rows, length, D, generator=generator, dtype=torch.float64)
-    ids = torch.randint(0, V, (rows, length), generator=generator)
-    mask = torch.rand(rows, length, generator=generator) < 0.8 if mask is None else mask
-    return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
-
-
 @each_kind
 @pytest.mark.parametrize("length", [2, 12])
 def test_a_batch_without_an_answer_has_zero_loss_with_a_gradient_for_every_weight(make, base_weights, kind, length):
@@ -261,17 +230,6 @@ def test_weights_of_the_base_are_not_in_the_state_dict(make, base_weights, kind)
 
 
 @each_class
-def test_a_drafter_loaded_from_its_folder_drafts_the_same(make, shape, base_weights, kind, tmp_path):
-    build, usual = KINDS[kind]
-    arguments = recipe.nested(OPTIONS[build] | usual, recipe.groups(build))
-    saved, config = make(kind), DrafterConfig(f"drafters.{build.__name__}", arguments, shape, "toy", "0123456789abcdef")
-    checkpoint.save(tmp_path, saved, config)
-    loaded, _ = checkpoint.load(tmp_path, torch.float64)
-    (hidden, ids), anchors = text_for(saved), torch.arange(1, S)
-    assert loaded.draft_at(hidden, ids, anchors, base_weights) == saved.draft_at(hidden, ids, anchors, base_weights)
-
-
-@each_class
 def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
     """Validation in bfloat16 training does this, with a bfloat16 base whose states stay in bfloat16."""
     drafter = make(kind).float().train()
@@ -286,48 +244,6 @@ def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
     drafter.bfloat16().eval().attach_base_weights(half)
     trees.append(ready(drafter, hidden[0], batch.input_ids[0], 7).propose(batch.input_ids[0, :8].tolist(), Limits(9)))
     assert all(len(tree) == (6 if "chain" in kind else 12) for tree in trees)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        ("ctc", {"num_anchors": 12}),
-        ("ctc, paper's tree", {"num_anchors": 12}),
-        ("block", {"num_anchors": 12}),
-        ("medusa", {"num_anchors": 12}),
-        ("medusa, three layers", {"num_anchors": 12}),
-        ("hydra", {"num_anchors": 12}),
-        ("hydra++", {"num_anchors": 12}),
-        ("eagle", {}),
-        ("eagle3", {}),
-    ],
-)
-def test_it_learns_a_text_that_repeats(shape, base_weights, kind, arguments):
-    """The text has period five, and the base's states say where in it; after training, drafts are right."""
-    torch.manual_seed(0)
-    build, usual = KINDS[kind]
-    drafter = recipe.build(build, shape, OPTIONS[build] | usual | arguments).double()
-    drafter.initialise(base_weights)
-    ids = torch.tensor([3, 8, 11, 14, 20]).repeat(8)[None].expand(4, -1)
-    labels, mask = ids.roll(-1, 1), torch.ones_like(ids, dtype=torch.bool)
-    last = 20 * F.one_hot(labels, V).double() @ torch.linalg.pinv(base_weights.head).T  # its distribution is the label
-    place = torch.randn(5, D, dtype=torch.float64).repeat(8, 1).expand(4, -1, -1)  # in the period
-    num_layers = len(drafter.required_outputs.hidden_layers)
-    hidden = last if build is EAGLE else torch.cat([place * (i + 1) for i in range(num_layers)], -1)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(120):
-        loss, _ = drafter.loss(TrainingBatch(hidden, last, ids, labels, mask), base_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    trees = drafter.eval().draft_at(hidden[0], ids[0], torch.arange(10, 30), base_weights)
-    expected = [ids[0, a + 1 : a + 5].tolist() for a in range(10, 30)]
-    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
-    assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18
 
 
 WRONG = {

@@ -149,13 +149,6 @@ def test_a_learned_drafter_that_is_always_wrong_loses_its_place_in_the_tree():
     assert probability_of_learned() < 0.5 * before
 
 
-def test_both_drafters_observe_and_are_rewound():
-    merged, seq = trained(random.Random(0), random_tree(random.Random(0)))
-    assert len(merged.learned.observed) == 20
-    merged.rewind(30)
-    assert merged.learned.rewound == [30] and merged.ngrams.contexts_after(seq[:30])[0] == seq[29]
-
-
 def test_drawn_drafts_and_trees_without_probabilities_are_refused():
     drawing = Fixed(DraftTree())
     drawing.samples_drafts = True

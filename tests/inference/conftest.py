@@ -9,6 +9,7 @@ import drafters
 from drafters import DraftTree, RequiredOutputs, recipe
 from drafters.protocol import TrainingBatch
 from inference.budget import SIZES, BudgetController
+from inference.verifier.base import load_base
 
 
 class AdversarialTrees(drafters.Drafter):
@@ -91,6 +92,12 @@ def train_briefly(drafter, base, texts, num_steps=30):
         loss.backward()
         optimizer.step()
     drafter.eval().requires_grad_(False).attach_base_weights(base.base_weights)
+
+
+@pytest.fixture(scope="session")
+def chat(repository):
+    """The base that ships with the project."""
+    return load_base(str(repository / "checkpoints" / "tiny-chat"))
 
 
 @pytest.fixture(scope="session")

@@ -136,24 +136,6 @@ def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, s
     assert 0 < max(step.fed_candidates for step in result.steps) <= 4
 
 
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ("num_nodes=x", "num_nodes must be int"),
-        ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
-        ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
-        ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
-        (
-            "wings=2",
-            "ctc takes tree, num_nodes, top_k, min_probability, window, draws, draw_temperature, ",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
-    folder = save(config)
-    assert said.format(folder=folder) in refusal(f"ctc={folder}:{argument}", base)
-
-
 LEARNED = registry.learned().items()
 DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft_defaults(kind))]
 FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
@@ -231,3 +213,5 @@ def test_a_drafter_of_another_base_tokenizer_or_kind_is_refused(base, config, sa
         assert f"{number} {other}" in message and f"toy-llama has {getattr(base.shape, number)}" in message
     assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
     assert "holds a drafters.CTC, not a medusa" in refusal(f"medusa={save(config)}", base)
+    assert "num_nodes must be int" in refusal(f"ctc={save(config)}:num_nodes=x", base)
+    assert "ctc takes tree, num_nodes, top_k" in refusal(f"ctc={save(config)}:wings=2", base)

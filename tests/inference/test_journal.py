@@ -56,13 +56,6 @@ def test_entries_are_replaced_on_request_by_the_first_new_entry(path, existing, 
     assert [json.loads(line) for line in path.read_text().splitlines()] == [settings, "new"]
 
 
-def test_settings_are_compared_as_json(tmp_path):
-    with Journal(tmp_path / "journal", {"shape": (1, 2)}) as journal:
-        journal.append("entry")
-    with Journal(tmp_path / "journal", {"shape": [1, 2]}) as journal:
-        assert list(journal) == ["entry"]
-
-
 def test_nothing_is_written_before_the_first_entry_and_a_deleted_journal_leaves_no_file(tmp_path):
     with Journal(tmp_path / "deep" / "journal", SETTINGS) as journal:
         assert list(journal) == []

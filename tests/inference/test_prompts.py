@@ -68,12 +68,6 @@ def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
     assert asked.notes() == [NOTE] and select_questions(base, "mt_bench", EVERY[:1], "tokenizer", 20).notes() == []
 
 
-def test_only_the_first_questions_left_out_are_listed(make_base):
-    many = [question(number, 1 if number == 3 else 80) for number in range(9)]
-    (note,) = select_questions(make_base(context=CONTEXT), "xsum:shot", many, "tokenizer", 20).notes()
-    assert note.startswith("xsum:shot: 8 of 9 questions, ") and note.endswith(" tokens: 0, 1, 2, 4, 5 and 3 more")
-
-
 @pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64"):

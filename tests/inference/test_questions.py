@@ -41,9 +41,3 @@ def test_each_benchmark_has_its_own_file_style_and_cap(file):
 def test_mistakes_are_found_before_a_base_is_loaded(options, said):
     with pytest.raises(ValueError, match=said):
         QuestionOptions(**options).load()
-
-
-def test_questions_that_do_not_fit_are_not_counted(file, make_base):
-    options = QuestionOptions([f"mt_bench={file}"], limit=2, rows="1:", max_new_tokens=4)
-    (asked,) = options.select(make_base(), options.load()).values()
-    assert [question.question_id for question in asked.questions] == [4, 5] and len(asked.prompts) == 2

@@ -133,7 +133,6 @@ def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(files, caps
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("[]", "; it is no recorded answer to --questions"),
         (line(), "line 1: no 'new_tokens'; it is no recorded answer to --questions"),
         (line(token_ids=[[3]], ended=[True], prompt_tokens=[6]), "other lengths: pass its --tokenizer, --template"),
         (line(new_tokens=[9], idxs=[8]), "none of 1 turns can be replayed"),

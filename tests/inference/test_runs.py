@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from inference import runs
-from inference.runs import fingerprint, new_file, progress_bars, throughput_bar
+from inference.runs import fingerprint, progress_bars, throughput_bar
 
 
 @pytest.mark.parametrize("unit, shown", [("items", "3/3"), ("percent", "100%")])
@@ -39,12 +39,3 @@ def test_a_copy_has_the_same_fingerprint_and_a_drafter_that_was_trained_again_an
     (folder / "model.safetensors").write_bytes(b"\1" * 5_000_000)
     assert fingerprint(str(folder)) != before
     assert fingerprint("some/hub-id") == fingerprint(None) == ""
-
-
-def test_what_is_already_there_is_kept_unless_it_may_be_replaced(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"already .*--overwrite"):
-        new_file(str(tmp_path / "file"), False)
-    assert new_file(str(tmp_path / "file"), True) == tmp_path / "file"
-    with pytest.raises(ValueError, match=r"cannot be made: .* is a file"):
-        new_file(str(tmp_path / "file" / "page.html"), False)

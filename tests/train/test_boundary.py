@@ -91,8 +91,7 @@ def place(trained, tiny, make_tiny, tmp_path_factory):
     (folder / "drafter-of-no-class" / "SHA256SUMS").unlink()
     (folder / "cut.ckpt").write_bytes(trained.ckpt.read_bytes()[:3000])
     (folder / "text.ckpt").write_text("not a checkpoint")
-    for name, content in {"foreign": {"state_dict": {}}, "list": [1, 2], "odd": {"hyper_parameters": 5}}.items():
-        torch.save(content, folder / f"{name}.ckpt")
+    torch.save({"hyper_parameters": 5}, folder / "foreign.ckpt")
     saved = torch.load(trained.ckpt, weights_only=True)
     torch.save({name: saved[name] for name in saved if name != "base"}, folder / "no-base.ckpt")
     config = trained.config.read_text().replace(str(trained.config.parent), str(folder / "new"))
@@ -110,67 +109,39 @@ VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 "
 DRAFTERS = {
     "frobnicate": "unknown command 'frobnicate': known are eval, ",
     VERIFY + "--drafter anpd --frob 3": "frob",
-    VERIFY + "--drafter anpd --lim 3": "lim",
     VERIFY + "--drafter anpd extra": "'extra' follows no option: an option that takes several is repeated",
-    VERIFY + "--drafter": "drafter",
-    VERIFY + "--drafter anpd --limit two": "limit",
-    VERIFY + "--drafter anpd --dtype float8": "dtype",
     "verify --drafter anpd --base @nowhere": "no base at",
     "verify --drafter anpd --base @base-cut": "if a file is damaged, copy or download it again",
-    VERIFY + "--drafter anpt": "unknown drafter 'anpt'",
     VERIFY + "--drafter ctc=@drafter-cut": "model.safetensors",
     VERIFY + "--drafter ctc=@drafter-of-no-class": "os.system",
     "verify --base @wide --drafter ctc=@drafter": "hidden_size 32, but",
     "verify --base @others --drafter ctc=@drafter": "whose tokenizer differs",
-    "export @nowhere.ckpt @out": "no checkpoint at",
     "export @run @out": "run is a folder: give a checkpoint in it, one of checkpoints/best.ckpt",
     "export @cut.ckpt @out": "is not a readable checkpoint",
-    "export @text.ckpt @out": "is not a readable checkpoint: it is cut off, another kind of file",
     "export @foreign.ckpt @out": "holds no drafter",
-    "export @list.ckpt @out": "holds no drafter",
-    "export @odd.ckpt @out": "holds no drafter",
     "export @no-base.ckpt @out": "holds no complete drafter (KeyError: 'base'",
     "export @last.ckpt @drafter": "already holds a model",
     "export @last.ckpt @text.ckpt": "text.ckpt",
-    "export @last.ckpt": "out",
     "export @last.ckpt --out=": "--out has an empty name",
-    "export @last.ckpt @out --format gguf": "gguf",
     "export @last.ckpt @out --push drafter": "'drafter' is no repository of the hub: write OWNER/NAME",
-    "import @drafter @out": "is a drafter of this project already",
-    "show-mask --tokenizer @nowhere --files embedded:1": "nowhere",
     "show-mask --tokenizer @tiny --files @empty.json": "empty.json",
-    "show-mask --tokenizer @tiny --files embedded:2 --max-length 4": "the loss mask is zero everywhere",
 }
 FIT = "fit --config @tiny.yaml "
 TRUNK = "--model.drafter.init_args.trunk."
 LIGHTNING = {
-    "fti": "fti",
-    "--config ctc.yaml": "fit",
     "fit": "base",
-    "fit --config": "config",
     "fit --config cct.yaml": "no config 'cct.yaml': give a file, or one of configs/: ",
     "fit --config @cut.yaml": "Problems parsing config",
     "fit --config ctc.yaml --config @list.yaml": "Unexpected config",
     "fit --config ctc.yaml --config @key.yaml": "Group 'trunk' does not accept option 'num_frame'",
-    FIT + "--modell.base x": "modell",
-    FIT + "--model.learning_rat 1": "learning_rat",
-    FIT + "--model.learning_rate fast": "learning_rate",
     FIT + "--model.learning_rate -1 --model.base @nowhere": "learning_rate must be at least 0, not -1",
-    FIT + "--model.base_dtype float8": "float8",
     FIT + "--model.base @nowhere": "no base at",
     FIT + "--model.drafter drafters.CTCC": "CTCC",
-    FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD",
     FIT + "--model.drafter.class_path os.makedirs --model.drafter.init_args.name @out": "'os.makedirs' is not a",
-    FIT + TRUNK + "num_frames x": "num_frames",
-    FIT + TRUNK + "num_frame 3": "num_frame",
     FIT + TRUNK + "num_frames 3": "num_frames (3) must be at least num_labels (4)",
-    FIT + "--trainer.max_stepz 1": "max_stepz",
     FIT + "--trainer.default_root_dir @text.ckpt/run --trainer.callbacks+=ModelCheckpoint": "text.ckpt is a file",
-    FIT + "--data.files [@nowhere.json]": "nowhere.json",
     FIT + "--data.files [embedded:2]": "val_size 4 leaves nothing",
     FIT + "--data.max_length 2048 --data.files [embedded:200]": "pass --data.max_length 512 or less",
-    FIT + "--data.max_length 3": "the loss mask is zero everywhere",
-    FIT + "--ckpt_path @nowhere.ckpt": "nowhere.ckpt",
     FIT + "--ckpt_path @cut.ckpt": "cut.ckpt is not a readable checkpoint",
     FIT + f"--ckpt_path @last.ckpt {TRUNK}num_layers 2": "holds another drafter than the config",
     "validate --config @tiny.yaml --ckpt_path @last.ckpt --model.base @wide": "whose shape is not that of",

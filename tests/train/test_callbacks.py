@@ -61,11 +61,3 @@ def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeyp
             speed.on_validation_start(trainer, module)
             speed.on_validation_end(trainer, module)
     assert logged == {"train/tokens_per_second": pytest.approx(2 * 16 / 7), "train/utilisation": pytest.approx(6 / 7)}
-
-
-def test_the_time_left_is_not_named_where_only_time_limits_the_training(capsys):
-    callbacks.show_time(0.5, torch.inf, 10**6)
-    callbacks.show_time(0.5, 120, 10**6)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "0.5 s a step; peak memory so far 1.00 MB"
-    assert second == "0.5 s a step: 120 more take about 0:01:00, validation left out; peak memory so far 1.00 MB"

@@ -89,12 +89,6 @@ def test_the_mean_over_two_processes_is_the_loss_and_gradient_of_the_doubled_bat
     assert abs(sum(alone) / 2 - whole) > 1e-3, "the mean of the processes' own means is another number"
 
 
-def test_a_process_without_anchors_adds_nothing_and_no_anchors_at_all_divide_by_one():
-    divisor = SharedDivisor(lambda count: count + 3, 2)
-    assert divisor(torch.tensor(0)) == 1.5
-    assert SharedDivisor(lambda count: count, 2)(torch.tensor(0)) == 0.5
-
-
 @pytest.mark.parametrize("counts", [[0, 2000], [0, 0, 7], [2000, 0], [3, 5], [0, 0]])
 def test_batches_without_anchors_neither_enlarge_the_losses_nor_change_the_mean(counts):
     """Each anchor's gradient is 1, so that the mean over all anchors is 1 too."""

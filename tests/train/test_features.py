@@ -168,14 +168,10 @@ def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(c
     ("changes", "said"),
     [
         ({"dtype": "int8"}, "another dtype (float32, not int8)"),
-        ({"max_length": 100}, "another max_length (400, not 100)"),
-        ({"files": "[embedded:20]"}, "another set of conversations"),
         ({"layers": "-1"}, "another layers"),
         ({"base": "other"}, "another base"),
-        ({"base_dtype": "bfloat16"}, "another base_dtype"),
         ({"out": "full"}, "holds other files: give another --out"),
         ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
-        ({"layers": "last"}, "layers is 'last'"),
         ({"max_length": 4096}, "ends at 512: pass --max-length 512 or less"),
         ({"batch_size": 0}, "must be positive"),
         ({"out": "empty", "room": 1000}, "has 1.0 kB left: make room, or pass --dtype int8"),
@@ -313,19 +309,8 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
     assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refusal()
     assert "no feature store at" in refusal(tmp_path / "nowhere")
     shutil.copy(stores / "float32" / "manifest.json", folder)
-    second = folder / "shard-00001.safetensors"
-    whole = second.read_bytes()
-    second.write_bytes(whole[:-40])
-    assert "shard-00001.safetensors is not of the size in the manifest" in refusal()
-    second.write_bytes(b"\xff" * len(whole))
-    assert "shard-00001.safetensors: Error" in refusal()
-    second.unlink()
+    (folder / "shard-00001.safetensors").unlink()
     assert "shard-00001.safetensors is missing" in refusal()
-    second.write_bytes(whole)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
-        (folder / "manifest.json").write_text(broken)
-        assert "write the store again with" in refusal()
     validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
     assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
 

@@ -96,12 +96,3 @@ def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_s
     assert "memory of a device, for a batch of 3 texts of 160 tokens" in done.out, "as many as 500 tokens allow"
     assert re.search(r"at the worst moment\W+\d+\.\d\d [kMG]B", done.out)
     assert re.search(r" s a step: 6 more take about \d+:\d\d:\d\d", done.out)
-
-
-def test_too_little_memory_is_reported_with_the_options_that_lower_it(capsys):
-    parts = {"weights of the base": 20e9, "hidden states and activations": 5e9}
-    memory.show(parts, (4, 2048), int(24e9))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "25.00 GB of 24.00 GB" in said and "lower data.batch_size" in said
-    memory.show(parts, (4, 2048), int(48e9))
-    assert "lower" not in capsys.readouterr().out

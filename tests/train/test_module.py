@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from data import embedded
 from drafters import CTC, Block, Hydra, Medusa
-from drafters.losses.anchors import following
 from drafters.recipe import build
 from inference.prompts import encode_messages
 from tests.train.conftest import QUIET
@@ -59,21 +58,6 @@ def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, lay
     assert torch.allclose(seen.hidden, expected, atol=1e-5)
     inside = own_text["loss_mask"][:, 1:]
     assert torch.equal(seen.labels[:, :-1][inside], own_text["input_ids"][:, 1:][inside]), "on text of its own"
-
-
-def test_the_first_label_of_an_anchor_is_what_the_base_predicts_after_the_anchor(tiny):
-    module = make(tiny)
-    ids = torch.randint(3, 400, (2, 20), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    anchors = torch.tensor([[4, 9, 15], [1, 10, 17]])
-    targets, valid = following(module.compute_batch(ids, mask).labels, mask, anchors, num_labels=3)
-    for row, column, offset in torch.cartesian_prod(*map(torch.arange, targets.shape)):
-        end = anchors[row, column] + offset + 1
-        assert valid[row, column, offset] == (end < ids.shape[1])
-        if end < ids.shape[1]:
-            with torch.no_grad():
-                predicted = module.base.model(ids[row, None, :end]).logits[0, -1].argmax()
-            assert targets[row, column, offset] == predicted
 
 
 @pytest.mark.slow

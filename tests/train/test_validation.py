@@ -207,13 +207,6 @@ def test_the_base_answers_the_first_prompt_of_a_conversation_with_several_turns(
     assert answered["input_ids"][0].tolist() == alone(base, prompt, 12)
 
 
-def test_own_answers_end_at_the_end_of_the_context(prompts, ends_at):
-    base = ends_at(None)
-    prompt = (prompts[0] * 30)[: base.context_length - 5]
-    answered = with_own_answers(base, batch_of([prompt]), 24)
-    assert answered["lengths"].tolist() == [base.context_length]
-
-
 def test_own_answers_do_not_depend_on_the_other_prompts_of_the_batch(prompts, ends_at, capsys):
     base = ends_at(None)
     short, long = prompts[0][:6], (prompts[0] * 30)[: base.context_length - 3]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from drafters import BaseWeights, DraftTree, Limits, StepResult, TrainingBatch
+from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
+from tests.drafters.conftest import committed
 
 S = 20
 
@@ -15,11 +16,6 @@ S = 20
 def text():
     generator = torch.Generator().manual_seed(3)
     return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
@@ -174,22 +170,6 @@ def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_i
     shares = [(loss - plain) / (distilled - plain) for loss in losses]
     torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
     torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
-
-
-@pytest.mark.parametrize("objective", ["ctc", "prefix"])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_one_frame_for_one_label_and_more_candidates_than_tokens(make_ctc, base_weights, text, objective, rank):
-    hidden, ids = text
-    sizes = {"num_frames": 1, "num_labels": 1, "top_k": 99, "num_nodes": 99}
-    drafter = make_ctc(objective=objective, markov_rank=rank, distillation=1.0, warm_up_steps=2, **sizes)
-    mask = torch.ones(1, S, dtype=torch.bool)
-    loss, _ = drafter.loss(
-        TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), base_weights
-    )
-    loss.backward()
-    assert loss.isfinite() and all(weight.grad.isfinite().all() for weight in drafter.parameters())
-    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights):
-        assert sorted(tree.tokens) == list(range(23)) and set(tree.parents) == {-1}
 
 
 def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text):

@@ -14,7 +14,6 @@ from drafters.ctc.loss import (
     next_token_probs,
     run_recursion,
 )
-from drafters.ctc.reference import FrameDistributions, spell
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
@@ -210,42 +209,6 @@ def test_exact_probabilities_equal_the_ctc_loss_of_torch_for_a_batch_with_repeat
         torch.testing.assert_close(through_softmax, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("merges", [True, False])
-def test_long_labels_have_the_probabilities_of_the_plain_reference(merges):
-    frames, vocab, longest = 14, 9, 8
-    log_probs, labels, enter = random_columns(6, frames, vocab, longest, num_tokens=4)
-    states = run_recursion(enter, enter, log_probs[..., vocab:], labels, merges)
-    for anchor, label in enumerate(labels):
-        tokens = torch.cat([torch.tensor([vocab]), label])  # the root is no token of the vocabulary
-        texts = spell(FrameDistributions(log_probs[anchor].detach()), tokens, torch.arange(-1, longest), merges)
-        torch.testing.assert_close(states.exact[anchor].exp().detach(), texts.exact, rtol=1e-9, atol=0)
-        torch.testing.assert_close(states.prefix[anchor].exp().detach(), texts.prefix[1:], rtol=1e-9, atol=0)
-
-
-def test_states_after_each_frame_sum_over_the_alignments_so_far(any_case):
-    label = [1, 2, 2]
-    _, states = any_case.states(any_case.anchored(torch.tensor([label]), ROOTS[:1]))
-    for t in range(1, T + 1):
-        texts = any_case.literal_texts(any_case.probs(0, t), int(ROOTS[0]), any_case.merges)
-        ends_in_blank = texts.alignments[:, -1] == BLANK
-        for length in range(len(label) + 1):
-            numbers = torch.tensor(texts.whole_of.get(tuple(label[:length]), []), dtype=torch.long)
-            for found, chosen in ((states.blank_end, ends_in_blank), (states.label_end, ~ends_in_blank)):
-                expected = texts.each[numbers[chosen[numbers]]].sum()
-                torch.testing.assert_close(found[t, 0, length].exp(), expected, rtol=0, atol=1e-12)
-
-
-def test_expected_acceptance_is_the_mean_common_prefix_of_a_sampled_text_and_the_label(any_case):
-    _, states = any_case.states(any_case.anchored())
-    for anchor, label in enumerate(LABELS.tolist()):
-        texts, expected = any_case.texts(anchor), 0.0
-        for text in texts.whole_of:
-            agrees = [a == b for a, b in zip(text, label, strict=False)] + [False]
-            expected = expected + texts.whole(text) * agrees.index(False)
-        found = states.prefix[anchor].exp().sum()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 @torch.no_grad()
 def test_the_next_token_distribution_is_that_of_all_alignments(any_case):
     """And what it lacks to one is the probability that the draft stops."""
@@ -300,19 +263,6 @@ def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, max_b
 )
 def test_all_anchors_at_once_give_the_literal_sum_with_every_divergence(any_case, settings):
     assert_literal(any_case, settings)
-
-
-def test_survival_weights_follow_the_gradient_of_the_expected_acceptance(case):
-    """For each anchor it is the gradient of -sum_u P(text begins with y_1..y_u), divided by that sum."""
-    expected = 0.0
-    for anchor, length in enumerate(LENGTHS.tolist()):
-        texts, label = case.texts(anchor), LABELS[anchor].tolist()
-        accepted = [texts.begins(label[:n]) for n in range(1, length + 1)]
-        if accepted:
-            expected = expected - sum(accepted) / sum(accepted).detach()
-    ours, _ = case.loss(weights="survival")
-    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected / (LENGTHS > 0).sum())]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(case):
@@ -405,14 +355,6 @@ def test_half_precision_affects_products_but_not_sums(has_bias, head_dtype):
     assert ours.dtype == torch.float32
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"objective": "plain"}, {"weights": "even"}, {"divergence": "js"}, {"label_weight": 0.0}], ids=str
-)
-def test_invalid_options_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        CTCLossOptions(**settings)
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])

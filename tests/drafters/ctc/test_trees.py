@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from drafters import DraftTree
-from drafters.ctc.trees import collapsed, draw, merge, paper_trees, sample_alignments
+from drafters.ctc.trees import draw, merge, paper_trees, sample_alignments
 from drafters.tree import ROOT
-from drafters.trees.search import Candidates, SearchLimits, search
+from drafters.trees.search import Candidates, SearchLimits
 
 V, BLANK, START = 3, 3, 1  # tokens 0, 1, 2; the root is token 1
 FAR = SearchLimits(99, 99)
@@ -60,25 +60,6 @@ def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_
         tree = paper_tree(*frames, limits)
         tree.validate(vocab_size=5)
         assert tree == literal(*frames, limits) and len(tree) <= num_nodes
-
-
-def test_frame_sequences_that_collapse_to_the_same_text_share_a_node():
-    """Both "a a" and "a" with a blank collapse to "a": two frame nodes each, but one node in the tree."""
-    assert paper_tree(np.array([[0.9], [0.5]]), np.array([0.1, 0.5]), SearchLimits(3, 9)) == DraftTree([0], [-1])
-    assert collapsed(DraftTree([7, 7, 8, 9, 7], [-1, 0, 1, -1, 3]), blank=9) == DraftTree([7, 8], [-1, 0])
-
-
-@pytest.mark.parametrize("num_nodes", [4, 16, 64])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_prefix_tree_of_the_same_size_is_accepted_at_least_as_deep(num_nodes, seed):
-    """Under the drafter's own distribution, the expected acceptance is the sum of the nodes' prefix probabilities."""
-    probs, blank = random_frames(8, 5, seed)
-    paper = paper_tree(probs, blank, SearchLimits(num_nodes, 8))
-    frames = Candidates(np.arange(5)[None], probs[None], blank[None])
-    (best,), (every,) = (search(frames, SearchLimits(size, 8)) for size in (len(paper), 5000))
-    of = {tuple(every.path_tokens(node)): every.probabilities[node] for node in range(len(every))}
-    gain = sum(of.get(tuple(paper.path_tokens(node)), 0.0) for node in range(len(paper)))
-    assert len(best) == len(paper) and gain <= sum(best.probabilities) + 1e-12
 
 
 # ---- drawn trees

@@ -3,17 +3,18 @@
 import pytest
 import torch
 
-from drafters import EAGLE, EAGLE3, DraftTree, StepResult, TrainingBatch, recipe
+from drafters import EAGLE, EAGLE3, DraftTree, recipe
 from drafters.eagle.eagle3 import low_middle_high
 from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
+from tests.drafters.conftest import batch_for, committed, ready, text_for
 
 S, D, V = 20, 16, 23
 both = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 
 @pytest.fixture
-def make(shape):
+def make(shape, base_weights):
     """Build a float64 drafter with weights large enough that context matters; equal arguments give equal weights."""
 
     def make(kind, **arguments):
@@ -24,6 +25,7 @@ def make(shape):
             for weight in drafter.parameters():
                 if weight.dim() == 2:
                     torch.nn.init.normal_(weight, std=0.3)
+        drafter.attach_base_weights(base_weights)
         return drafter.eval()
 
     return make
@@ -32,27 +34,6 @@ def make(shape):
 @pytest.fixture
 def base_weights(base_weights):
     return type(base_weights)(base_weights.embedding.double(), base_weights.head.double())
-
-
-def text_for(drafter, seed=3, length=S):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(
-        length, D * len(drafter.required_outputs.hidden_layers), generator=generator, dtype=torch.float64
-    )
-    return hidden, torch.randint(0, V, (length,), generator=generator)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
-
-
-def ready(drafter, base_weights, hidden, ids, anchor):
-    """Return the drafter ready to draft at a root, with all earlier positions observed in one step."""
-    drafter.attach_base_weights(base_weights)
-    drafter.begin(ids[:anchor].tolist())
-    drafter.observe(committed(hidden[:anchor]))
-    return drafter
 
 
 def distribution_after(drafter, base_weights, hidden, ids, anchor, path):
@@ -72,7 +53,7 @@ def test_the_tree_equals_one_from_uncached_forwards_over_every_path(make, base_w
     """Without limits the tree has the most probable of all paths; each path is scored by uncached forward passes."""
     drafter = make(kind, depth=2, width=V, top_k=V, num_nodes=40)
     hidden, ids = text_for(drafter)
-    tree = ready(drafter, base_weights, hidden, ids, 7).propose(ids[:8].tolist(), UNLIMITED)
+    tree = ready(drafter, hidden, ids, 7).propose(ids[:8].tolist(), UNLIMITED)
     first = distribution_after(drafter, base_weights, hidden, ids, 7, [])
     second = torch.stack(
         [first[token] + distribution_after(drafter, base_weights, hidden, ids, 7, [token]) for token in range(V)]
@@ -99,7 +80,7 @@ OF_OTHERS = {  # options that public checkpoints have
 def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kind, arguments):
     drafter = make(kind, depth=6, tree="chain", **arguments)
     hidden, ids = text_for(drafter)
-    tree = ready(drafter, base_weights, hidden, ids, 9).propose(ids[:10].tolist(), UNLIMITED)
+    tree = ready(drafter, hidden, ids, 9).propose(ids[:10].tolist(), UNLIMITED)
     path = []
     for _ in range(6):
         path.append(distribution_after(drafter, base_weights, hidden, ids, 9, path).argmax().item())
@@ -111,7 +92,7 @@ def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kin
 def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_states(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain")
     hidden, ids = text_for(drafter)
-    ready(drafter, base_weights, hidden, ids, 9).rewind(5)
+    ready(drafter, hidden, ids, 9).rewind(5)
     seq = [*ids[:5].tolist(), 3, 14]
     tree = drafter.propose(seq, UNLIMITED)
     path = []
@@ -124,7 +105,7 @@ def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_stat
 def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain", draws=2, temperature=0.7)
     hidden, ids = text_for(drafter)
-    tree = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), UNLIMITED)
+    tree = ready(drafter, hidden, ids, 6).propose(ids[:7].tolist(), UNLIMITED)
     assert len(tree.distributions) == 3
     for distribution in tree.distributions:
         path = [] if distribution.parent == -1 else tree.path_tokens(distribution.parent)
@@ -172,7 +153,7 @@ def test_with_a_window_decoding_drafts_the_trees_of_training_from_a_bounded_cach
     drafter, whole = make(kind, window=8), make(kind)
     hidden, ids = text_for(drafter, length=60)
     anchors = list(range(1, 60, gap))
-    ready(drafter, base_weights, hidden, ids, 0)
+    ready(drafter, hidden, ids, 0)
     live, done = [], 0
     for anchor in anchors:
         drafter.observe(committed(hidden[done:anchor]))
@@ -186,16 +167,6 @@ def test_with_a_window_decoding_drafts_the_trees_of_training_from_a_bounded_cach
         expected = distribution_after(drafter, base_weights, hidden, ids, done, path)
         path.append(token)
         assert token in expected.topk(3).indices, "which has no cache"
-
-
-def batch_for(drafter, rows=2, length=S, mask=None, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    size = D * len(drafter.required_outputs.hidden_layers)
-    hidden = torch.randn(rows, length, size, generator=generator, dtype=torch.float64)
-    last = hidden if size == D else torch.randn(rows, length, D, generator=generator, dtype=torch.float64)
-    ids = torch.randint(0, V, (rows, length), generator=generator)
-    mask = torch.rand(rows, length, generator=generator) < 0.7 if mask is None else mask
-    return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
 
 
 def literal_divergence(kind, base, log_draft):

@@ -37,17 +37,6 @@ def prompt_of(length, vocab=12):
     return [rng.randrange(vocab) for _ in range(length)]
 
 
-@pytest.mark.parametrize(
-    ("limits", "length"),
-    [(FAR, 5), (Limits(3), 3), (Limits(100, max_nodes=2), 2), (Limits(0), 0), (Limits(100, max_nodes=0), 0)],
-)
-def test_the_draft_is_one_chain_within_its_limits(limits, length):
-    pen = Pen()
-    tree = DraftModel(pen, num_draft=5, threshold=0.25).propose([8, 9], limits)
-    assert (list(tree.tokens), list(tree.parents)) == (list(range(1, length + 1)), list(range(-1, length - 1)))
-    assert pen.asked == ([([8, 9], length, NO_EOS, 0.25)] if length else [])
-
-
 def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
     tree.validate(9)

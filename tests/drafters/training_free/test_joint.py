@@ -27,14 +27,6 @@ def markov_text(rng, length, vocab=9, order=2, noise=0.2):
 # ---- the tables
 
 
-def test_contexts_are_the_last_tokens_of_every_width():
-    keys = []
-    for token in (5, 6, 7, 8):
-        keys = extended(keys, token, order=3)
-    assert keys == [8, (7 << 20) | 8, (6 << 40) | (7 << 20) | 8]
-    assert extended([], 5, order=3) == [5]
-
-
 @pytest.mark.parametrize("growth", [1.0, 1.1, 2.0])
 def test_the_weight_of_a_follower_sums_its_occurrences_discounted_by_age(growth):
     rng = random.Random(1)

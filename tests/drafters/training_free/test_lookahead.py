@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
+from drafters import Limits, Lookahead, NgramPool, StepResult
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
 
@@ -136,34 +136,6 @@ def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arg
     assert gained or drafter.window == 1
 
 
-def test_the_layout_of_the_window_and_the_guesses_equals_one_drawn_by_hand():
-    drafter = Lookahead(level=4, window=3, guesses=2)
-    drafter.begin([5])
-
-    tree = drafter.propose([5], FAR)  # the trunk, W + N - 3 tokens of the prompt
-    assert tree == DraftTree([5, 5, 5, 5], [-1, 0, 1, 2], num_scratch=4)
-    told(drafter, tree, [10, 11, 12, 13, 14], [10])
-
-    tree = drafter.propose([5, 10], FAR)
-    assert tree == DraftTree([5, 5, 5, 11, 12, 13, 14], [-1, 0, 1, -1, 0, 1, 2], num_scratch=7)
-    told(drafter, tree, [20, 0, 0, 0, 21, 22, 23, 24], [20])
-
-    tree = drafter.propose([5, 10, 20], FAR)
-    #          ------ trunk  ---- level 1  ---- level 2
-    tokens = [*(5, 5), *(12, 13, 14), *(22, 23, 24)]
-    parents = [*(-1, 0), *(-1, 0, 1), *(2, 3, 4)]
-    assert tree == DraftTree(tokens, parents, num_scratch=8)
-    told(drafter, tree, [5, *(0, 0), *(0, 0, 0), *(32, 33, 34)], [5])
-    assert drafter.pool.newest(20) == [(12, 22, 32)], "the root of this step, not of the next one"
-    assert drafter.pool.newest(5) == [(13, 23, 33), (14, 24, 34)]
-
-    tree = drafter.propose([5, 10, 20, 5], FAR)
-    #          ---------- candidates, the newest first  ------ trunk  ------ level 1  ----- level 2
-    tokens = [*(14, 24, 34), *(13, 23, 33), *(13, 14), *(22, 23, 24), *(32, 33, 34)]
-    parents = [*(-1, 0, 1), *(-1, 3, 4), *(-1, 6), *(-1, 6, 7), *(8, 9, 10)]
-    assert tree == DraftTree(tokens, parents, num_scratch=8)
-
-
 @pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
 def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit):
     drafter = Lookahead(level=4, window=5)
@@ -242,17 +214,3 @@ def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(
         seq = seq + draft[:kept] + [rng.randrange(8)]
     assert refused
     assert inner.forwards < 40 * 5
-
-
-def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_runner):
-    drafter, prompt = Lookahead(seed=4), list(range(12))
-    session, before = Session(pseudo_runner(), drafter), random.getstate()
-    costs = [[cost.fed for cost in session.run(prompt, 40).steps] for _ in range(2)]
-    assert costs[0] == costs[1]
-    assert random.getstate() == before
-    windows = []
-    for seed in range(3):
-        drafter.seed = seed
-        drafter.begin(prompt)
-        windows.append(drafter._levels)
-    assert windows[0] != windows[1] != windows[2]

@@ -179,14 +179,6 @@ def test_drafts_end_at_their_limits(drafter, depth):
     assert chain(drafter.propose(seq, Limits(max_depth=depth))) == (seq + seq)[: min(depth, 7)]
 
 
-def test_anpd_drafts_nothing_after_an_end_token():
-    seq = [1, 2, 3, 4] * 3
-    drafter, slow = ANPD(num_draft=7), SlowANPD(5, 7)
-    drafter.begin(seq)
-    slow.begin(seq)
-    assert chain(drafter.propose(seq, Limits(100, eos=frozenset({3})))) == slow.draft(seq, eos={3}) == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("partial", "rule"), [(True, slow_prompt_lookup), (False, slow_original_prompt_lookup)], ids=["partial", "full"]
 )

@@ -277,11 +277,3 @@ def test_phrases_are_kept_between_texts_if_history_is_on():
         Ouroboros(pen, pool, history=history).begin([1])
         assert pool.newest(7) == ([(1, 2)] if history else [])
         assert pen.calls == ["begin"]
-
-
-def test_reset_forgets_every_phrase_and_rewind_reaches_the_draft_model():
-    pool, pen = pool_of((7, 1, 2)), Pen([])
-    drafter = Ouroboros(pen, pool)
-    drafter.rewind(3)
-    drafter.reset()
-    assert (len(pool), pen.calls) == (0, [3, "reset"])

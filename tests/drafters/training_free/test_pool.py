@@ -56,20 +56,3 @@ def test_a_pool_is_a_list_for_each_key_without_duplicates(most, seed):
             for count in range(5):
                 assert pool.newest(key, count) == (held[-count:] if count else [])
         assert len(pool) == sum(map(len, lists.grams.values()))
-
-
-def test_reading_does_not_change_the_order():
-    pool = NgramPool(2)
-    pool.insert(7, (1, 1))
-    pool.insert(7, (2, 2))
-    pool.newest(7, 2).clear()
-    pool.insert(7, (3, 3))
-    assert pool.newest(7) == [(2, 2), (3, 3)]
-
-
-def test_a_cleared_pool_is_empty():
-    pool = NgramPool()
-    pool.insert(7, (1, 1))
-    pool.clear()
-    assert len(pool) == 0
-    assert pool.newest(7) == []

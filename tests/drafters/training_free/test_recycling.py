@@ -7,12 +7,10 @@ from math import prod
 import pytest
 import torch
 
-from drafters import DraftTree, Limits, StepResult, TokenRecycling
+from drafters import TokenRecycling
 from drafters.training_free.recycling import best_first, paper_template, rank_probability
 from inference.verifier.runner import ForwardOutput
 from inference.verifier.session import Session
-
-FAR = Limits(max_depth=100)
 
 
 @pytest.fixture
@@ -93,16 +91,6 @@ def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_
             seq += emitted
             gained += cost.accepted
     assert gained
-
-
-def test_successors_of_successors_are_drafted_as_in_a_hand_drawn_tree():
-    drafter = TokenRecycling(num_nodes=4, top_k=2)  # ranks 0, 1, 0-0 and 0-0-0
-    assert len(drafter.propose([7], FAR)) == 0
-    drafter.observe(StepResult(1, DraftTree(), None, [], [8], [[8, 9]]))
-    assert drafter.propose([7], FAR) == DraftTree([8, 9], [-1, -1])
-    drafter.observe(StepResult(1, DraftTree([8, 9], [-1, -1]), None, [0], [8, 9], [[8, 9], [9, 6], [7, 5]]))
-    assert drafter.propose([7], FAR) == DraftTree([8, 9, 9, 7], [-1, -1, 0, 2])
-    assert drafter.propose([8], FAR) == DraftTree([9, 6, 7, 8], [-1, -1, 0, 2])
 
 
 @pytest.mark.slow

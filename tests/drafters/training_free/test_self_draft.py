@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafters import Limits, SelfDraft
+from drafters import SelfDraft
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
 
@@ -216,36 +216,6 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
     assert hits or eos or vocab == 30
 
 
-class Counting:
-    """A base that always continues with the next number."""
-
-    def next(self, seq):
-        return (seq[-1] + 1) % 100
-
-
-def test_the_layout_equals_one_drawn_by_hand(pseudo_runner):
-    """With L = 5 and N = 3, each of three warm-up steps uses up a branch; then the window slides."""
-    runner = pseudo_runner(vocab=100)
-    runner.next = Counting().next
-    drafter = Watched(branch_len=5, num_branches=3, gram=4, max_pad=1)
-    steps = Session(runner, drafter).decode([10, 30, 50, 70], 20)
-    seen = []
-    for _ in range(5):
-        next(steps)
-        seen.append((chains(drafter.tree), drafter.tree))
-    (a,), (b,), (c,), (d,), (e,) = seen[0][0]
-    assert {a, b, c, d, e} <= {10, 30, 50, 70}
-    assert seen[1][0] == [[a + 1], [b, b + 1], [c, c + 1], [d, d + 1], [e, e + 1]]
-    assert seen[2][0] == [[b + 1, b + 2], [c, c + 1, c + 2], [d, d + 1, d + 2], [e, e + 1, e + 2]]
-    assert seen[3][0] == [[c + 1, c + 2, c + 3], [d, d + 1, d + 2, d + 3], [e, e + 1, e + 2, e + 3]]
-    assert seen[4][0] == [[c + 2, c + 3, c + 4], [d + 1, d + 2, d + 3, d + 4], [e + 1, e + 2, e + 3, e + 4]]
-    assert list(seen[3][1].parents) == [-1, 0, 1, -1, 3, 4, 5, -1, 7, 8, 9]
-    assert seen[3][1].depths == [1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4]
-    assert drafter.cache.newest(d)[-1] == (d + 1, d + 2, d + 3, d + 4), "the argmax at its end completes an n-gram"
-    assert (c + 2, c + 3, c + 4, c + 5) in drafter.cache.newest(74), "the first branch follows the root"
-    assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes an n-gram of the text"
-
-
 def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):
     drafter = SelfDraft()
     session = Session(pseudo_runner(0, vocab=6), drafter)
@@ -285,16 +255,3 @@ def test_with_few_nodes_the_branches_stay_complete_and_candidates_take_the_rest(
     (size,) = {step.fed_scratch for step in steps}
     assert 29 <= size <= 34
     assert max(step.fed_candidates for step in steps) == 40 - size
-
-
-def test_a_tree_stays_within_its_limits():
-    drafter = SelfDraft()
-    drafter.begin([1, 2, 3])
-    for key in range(5):
-        drafter.cache.insert(3, (key, key, key, key))
-    warming_up = drafter.propose([1, 2, 3], Limits(1, max_nodes=13, max_scratch_depth=2))
-    assert warming_up.num_candidates == 0 < warming_up.num_scratch == len(warming_up)
-    tree = drafter.propose([1, 2, 3], Limits(9, max_nodes=8, eos=frozenset({1})))
-    assert tree.num_scratch == 0 and tree.tokens == [0, 0, 0, 0, 1, 2, 2, 2], "too few nodes for the branches"
-    tree = drafter.propose([1, 2, 3], Limits(2, max_scratch_depth=1))
-    assert tree.num_scratch == 0 and max(tree.depths) == 2, "too little room below the root"

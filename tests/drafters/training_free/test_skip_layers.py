@@ -102,12 +102,3 @@ def test_a_drafted_end_token_counts_as_accepted_although_it_is_not_cached():
         ended.observe(StepResult(1, tree, None, [0, 1], [10, 11, 2]))
         whole.observe(step(3, 3))
     assert ended.threshold == whole.threshold != official([(3, 2)] * 7, 0.6, 3)[-1]
-
-
-def test_the_draft_is_one_chain_within_the_limits():
-    drafter = SelfSpeculative(Counting(), 4)
-    assert drafter.propose([1], LIMITS) == DraftTree([10, 11, 12, 13], range(-1, 3))
-    assert len(drafter.propose([1], Limits(max_depth=2, eos=frozenset({7})))) == 2
-    assert drafter.inner.asked[-1] == ([1], 2, {7}, 0.8)
-    assert len(drafter.propose([1], Limits(max_depth=9, max_nodes=3))) == 3
-    assert len(drafter.propose([1], Limits(max_depth=0))) == 0

@@ -134,15 +134,6 @@ def test_no_prefix_is_more_probable_than_its_last_token_is_expected(logits, mark
         assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, tree.probabilities, strict=True))
 
 
-def test_a_token_that_is_sure_only_after_another_is_a_candidate():
-    """In both frames token 6 is the least probable, but it always follows token 3."""
-    logits = torch.zeros(1, 2, V + 1)
-    logits[0, 0, 3], logits[0, :, 6] = 9.0, -2.0
-    markov = Markov(V, 1, V + 1).requires_grad_(False)
-    markov.left.zero_()[3], markov.right[6] = 1.0, 20.0
-    assert choose(logits, torch.tensor([0]), V, 2, markov).tokens.tolist() == [[3, 6]]
-
-
 def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
     """A frame may be sure of a token that the bias rules out; nothing is divided by zero."""
     logits = torch.full((1, 2, V + 1), -1000.0)

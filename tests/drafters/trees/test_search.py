@@ -178,13 +178,6 @@ def test_a_large_search_has_the_probabilities_of_the_reference_and_misses_nothin
     assert float(children.max()) <= tree.probabilities[-1]
 
 
-def test_float32_frames_give_the_tree_of_their_float64_values(literal_texts):
-    single, double = (Draft(literal_texts, "ctc", (6, 3)) for _ in range(2))
-    tokens, probs, blank, _ = single.candidates
-    single.candidates = Candidates(tokens, probs.astype(np.float32), blank.astype(np.float32))
-    assert single.search(40, 6) == pytest.approx(double.search(40, 6), rel=1e-6)
-
-
 def test_equally_probable_paths_come_in_the_order_of_the_candidates():
     even = Candidates(np.array([[13, 11, 12]]), np.full((1, 2, 3), 0.25), np.full((1, 2), 0.25))
     (tree,) = search(even, SearchLimits(3, 2))

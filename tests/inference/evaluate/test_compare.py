@@ -182,18 +182,3 @@ def test_what_only_one_evaluation_has_is_named():
     summaries = {"mt_bench": {"none": of["none"], "new": of["ctc"]}}
     renamed = replace(old, summaries=summaries, answers={"mt_bench": {"none": answers["none"], "new": answers["ctc"]}})
     assert unpaired(old, renamed) == ([], []), "the only drafters are compared whatever they are called"
-
-
-def test_a_changed_base_length_cap_or_budget_is_named():
-    old = evaluation("old", [[2, 2, 3]] * 2, np.random.default_rng(3))
-    automatic = CONDITIONS.drafters | {"ctc": DrafterConditions("ctc=folder", is_automatic=True)}
-    shorter = {"mt_bench": BenchmarkConditions("abc", 32)}
-    new = changed(old, base_fingerprint="b2", drafters=automatic, benchmarks=shorter)
-    assert differing_conditions(old, new) == [
-        "base: ./base and ./base, whose files differ",
-        "budget of ctc: fixed and automatic",
-        "length cap of mt_bench: 64 and 32",
-    ]
-    assert differing_conditions(old, changed(old, base="/home/me/base")) == [], "the files are the same"
-    one, two = changed(old, base_fingerprint=""), changed(old, base="two")
-    assert differing_conditions(one, two) == ["base: ./base and two"], "by name where no files are known"

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 
 import drafters
 from data import benchmarks
@@ -27,7 +26,7 @@ from inference.evaluate.answers import (
     to_json,
 )
 from inference.evaluate.command import evaluate
-from inference.evaluate.plan import make_plan, process_devices
+from inference.evaluate.plan import make_plan
 from inference.evaluate.worker import CollectedAnswers, Worker, collect, repeats_to_decode
 from inference.journal import Journal
 from inference.questions import QuestionOptions
@@ -159,15 +158,6 @@ def test_typical_acceptance_is_used_for_the_drafters_and_not_for_the_base_alone(
         expected = answer_question(session, name, question, base, "tokenizer", 14)
         shown = name if rule is KeyedSampler else f"{name} (lossy)"
         assert comparable(found.answers["mt_bench"][shown][0]) == comparable(expected)
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
-    journal = whole / "journal" / "1.jsonl"
-    before = journal.read_bytes()
-    run(whole)
-    assert "nothing was decoded" in " ".join(capsys.readouterr().out.split())
-    assert journal.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -320,14 +310,6 @@ def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(ma
 
 
 # ---- order, repeats, devices, files
-
-
-def test_a_cpu_is_one_device_unless_more_processes_are_requested():
-    assert process_devices(torch.device("cpu"), "auto") == ["cpu"]
-    assert process_devices(torch.device("cpu"), 3) == ["cpu"] * 3
-    if torch.cuda.is_available():
-        with pytest.raises(ValueError, match="GPUs here"):
-            process_devices(torch.device("cuda"), 99)
 
 
 def test_drafters_take_turns_to_decode_first_and_repeats_start_with_another():

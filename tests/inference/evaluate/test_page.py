@@ -20,7 +20,6 @@ from inference.evaluate import page as pages
 from inference.evaluate import plots, tables
 from inference.evaluate.answers import Turn
 from inference.evaluate.intervals import Estimate
-from inference.evaluate.metrics import Latency
 from inference.evaluate.plan import DrafterConditions
 from inference.evaluate.report import report, write_tables
 from inference.evaluate.results import RunRecord, read
@@ -125,20 +124,6 @@ def test_a_character_of_several_tokens_stays_in_one_step():
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
 
 
-def test_the_page_shows_the_same_few_questions_for_each_of_many_drafters(make, answers):
-    own = answers["mt_bench"]
-    many = {f"ctc {index}": [replace(a, drafter=f"ctc {index}") for a in own["ctc"]] for index in range(20)}
-    for count in (1, 3, 20):
-        few = {"none": own["none"], **dict(list(many.items())[:count])}
-        again = {name: [replace(a, question_id=a.question_id + 10) for a in of] for name, of in few.items()}
-        chosen = pages.choose_answers(make({"mt_bench": few, "gsm8k": again}), None)
-        questions = [[(each["benchmark"], each["answer"].question_id) for each in one["shown"]] for one in chosen]
-        assert len(chosen) == count and all(each == questions[0] for each in questions)
-        assert questions[0] == {20: [("mt_bench", 1), ("gsm8k", 11)]}.get(count, questions[0]), "from all benchmarks"
-        assert sum(map(len, questions)) <= pages.MAX_SHOWN_ANSWERS and len(questions[0]) == {1: 8, 3: 8, 20: 2}[count]
-        assert {one["num_answers"] for one in chosen} == {8}
-
-
 def test_the_tokenizer_of_the_base_splits_the_answers_into_steps(make_folder, words, tmp_path, no_plots):
     def save_tokenizer(folder, order):
         tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(order)}, unk_token="</s>"))
@@ -166,44 +151,6 @@ def test_the_terminal_tables_fit_and_mark_drafters_that_are_not_lossless(evaluat
     assert re.search(r"ctc +2\.67 +2\.25× +2\.25× +20\.5 +5\.0 +100 % \(4/4\)", text)
     assert re.search(r"ngram .* 75 % \(3/4\) †", text)
     assert "question 3, turn 1, after 3 equal tokens" in " ".join(text.split())
-
-
-def test_markdown_has_the_same_rows_and_what_was_run(evaluation):
-    text = tables.markdown(evaluation)
-    speeds = "**2.25×** | – | **2.25×** | 0.0 % | **20.5**"
-    assert f"| ctc | **2.67** | **2.67** | **2.67** (8 of 8) | **2.25** | {speeds} | 5.0 | 100 % (4/4) |" in text
-    assert "| kind 1 | **2.67 2.25×** | 2.00 " in text
-    assert "- base: tiny\\|chat\n" in text and "- command: drafters eval \\<a\\>\n" in text
-    assert tables.COUNTING_RULE in text and tables.COUNTING_RULE.endswith(
-        "prefill excluded, over all questions (micro average)."
-    )
-
-
-def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(evaluation):
-    of = dict(evaluation.summaries["mt_bench"])
-    assert not {"peak MiB", "draft forwards/step", "in reasoning"} & set(tables.drafters_table(of, {}).headings)
-    ctc = with_speed(of["ctc"], interval=(2.0, 2.5), peak_bytes=3 * 2**20, cpu_seconds=9.0, core_share=0.5)
-    own = replace(ctc.acceptance, length=Estimate(8 / 3, (2.5, 2.75)))
-    table = tables.drafters_table(of | {"ctc": replace(ctc, acceptance=own)}, {})
-    cells = dict(zip(table.headings, table.rows[1].cells, strict=True))
-    assert (cells["peak MiB"], cells["acceptance length"], cells["CPU ms/token"]) == ("3", "2.67", "125.00")
-    assert {table.headings[at]: told for at, told in table.rows[1].small.items() if told} == {
-        "acceptance length": "2.50 – 2.75",
-        "speed-up": "2.00 – 2.50",
-        "CPU ms/token": "wall/CPU 2.00",
-    }
-    assert "| **2.67** (2.50 – 2.75) |" in table.markdown()
-
-
-def test_the_table_of_positions_shows_both_rates(evaluation):
-    table = tables.drafts_table(evaluation.summaries["mt_bench"])
-    assert table.headings[4:] == ["1", "2", "3"]
-    assert [(row.cells[0], *row.cells[4:]) for row in table.rows] == [
-        ("ctc", "0.67", "0.67", "0.33"),
-        ("given the one before", "0.67", "1.00", "0.50"),
-        ("ngram", "1.00", "–", "–"),
-        ("given the one before", "1.00", "–", "–"),
-    ]
 
 
 def test_scores_are_shown_and_answers_cut_at_the_length_cap_are_counted(make, answers, tmp_path, no_plots):
@@ -238,33 +185,6 @@ def test_the_headline_names_the_fastest_drafter_differing_text_or_a_base_alone(e
     assert of_gsm8k("none") == "Only none was run: 9.1 tokens per second."
 
 
-def served(evaluation):
-    """The evaluation as a server with one and four requests at once gives it."""
-    by = evaluation.summaries["mt_bench"]
-    every = [
-        replace(
-            by[name],
-            concurrency=level,
-            latency=Latency((0.05, 0.07), (0.004, 0.02)),
-            speed=replace(by[name].speed, speedup=Estimate(), wall=Estimate(wall)),
-        )
-        for name, walls in (("none", (1.0, 1.0)), ("ctc", (2.2, 1.6)))
-        for level, wall in zip((1, 4), walls, strict=True)
-    ]
-    return replace(evaluation, summaries={"mt_bench": {each.name: each for each in every}}, answers={"mt_bench": {}})
-
-
-def test_an_evaluation_in_a_server_is_told_by_the_requests_at_once(evaluation, tmp_path):
-    found = served(evaluation)
-    assert tables.headline(found) == (
-        "ctc @ 1 and ctc @ 4 write the same text as the base at 2.20x and 1.60x its speed, 2.7 and 2.7 tokens per base "
-        "forward, over 4 questions, in drafters."
-    )
-    html = written(tmp_path, found)
-    assert "<small>50.00 – 70.00</small>" in html and "<small>4.00 – 20.00</small>" in html
-    assert "concurrency" in {path.stem.partition("-")[2] for path in (tmp_path / "plots").iterdir()}
-
-
 # ---- several evaluations
 
 
@@ -292,20 +212,6 @@ def test_the_page_of_several_evaluations_has_a_row_for_each_drafter_and_escapes_
     assert sorted(rows) == [*[("gsm8k", "float32")] * 2, ("mt_bench", "bfloat16"), *[("mt_bench", "float32")] * 2]
     text = "".join(map(tables.markdown, parts))
     assert "\x1b" not in text and "\u202e" not in text
-
-
-def test_what_speaks_against_a_row_is_said(evaluation):
-    own = with_speed(evaluation.summaries["mt_bench"]["ctc"], timing_error=0.02)
-    assert pages.remarks(own, DrafterConditions("ctc")) == ""
-    for summary, drafter, said in (
-        (own, DrafterConditions("ctc", is_lossy=True), "lossy"),
-        (replace(own, identical=3), None, "texts differ from the base's"),
-        (with_speed(own, timing_error=0.31), None, "timing ± 31 %"),
-        (with_speed(own, timing_error=None), None, "timing error unknown"),
-        (replace(own, speed=replace(own.speed, speedup=Estimate())), None, "speed-up by wall time"),
-        (own, DrafterConditions("ctc", is_automatic=True), "automatic budget: acceptance depends on times"),
-    ):
-        assert pages.remarks(summary, drafter) == said
 
 
 @pytest.mark.slow
@@ -337,9 +243,6 @@ def test_a_browser_sorts_filters_and_shows_the_chosen_drafter(parts, words, tmp_
     assert states["falling"] == sorted(states["falling"], reverse=True) == states["rising"][::-1]
     assert states["filtered"] == ["bfloat16"] and states["empty"] == [0, False]
     assert states["blocks"] == [["ctc", True], ["ngram", False]] and states["open"] == [True, False, True, False]
-
-
-# ---- plots
 
 
 # ---- files

@@ -6,6 +6,7 @@ from math import inf
 
 import torch
 
+from drafters import DraftTree
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
@@ -16,6 +17,10 @@ def prompt_of(length):
     """A prompt of tokens that are no special tokens; the same for the same length."""
     rng = random.Random(length)
     return tuple(rng.randrange(3, 40) for _ in range(length))
+
+
+def random_tree(rng, size):
+    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
 
 
 @cache

@@ -31,10 +31,6 @@ def test_the_path_follows_the_bases_own_picks(picks, path, emitted):
     assert accept(TREE, picks) == (path, emitted)
 
 
-def test_an_empty_tree_emits_the_bases_pick():
-    assert accept(DraftTree(), [5]) == ([], [5])
-
-
 def test_scratch_is_never_accepted():
     tree = DraftTree([11, 12], [-1, 0]).with_scratch([13, 14], [-1, 0])
     assert accept(tree, [13, 1, 1, 1, 1]) == ([], [13])

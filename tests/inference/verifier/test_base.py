@@ -58,32 +58,6 @@ def test_a_place_without_a_model_says_what_to_pass(tmp_path):
     assert "pass a folder saved by save_pretrained" in refusal(tmp_path)
 
 
-def test_a_misspelt_relative_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
-    (tmp_path / "runs").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert "no base at runs/bsae" in refusal("runs/bsae")
-
-
-def test_a_hub_id_offline_says_so_at_once():
-    assert "no base nobody/nothing-of-this-name from the hub" in refusal("nobody/nothing-of-this-name")
-
-
-def test_truncated_weights_are_refused(folder):
-    path = folder / "model.safetensors"
-    for kept in (-100, 100, 0):
-        path.write_bytes(path.read_bytes()[:kept])
-        assert "if a file is damaged, copy or download it again" in refusal(folder)
-
-
-def test_missing_or_garbled_parts_are_refused(folder):
-    (folder / "model.safetensors").unlink()
-    assert "no file named model.safetensors" in refusal(folder)
-    (folder / "config.json").write_text("{")
-    assert "config.json' is not a valid JSON file" in refusal(folder)
-    (folder / "config.json").unlink()
-    assert "cannot load the base" in refusal(folder)
-
-
 def test_a_tokenizer_that_is_larger_than_the_model_or_missing_is_refused(folder):
     tokenizer = load_tokenizer(str(folder))
     tokenizer.add_tokens(["w40", "w41"])

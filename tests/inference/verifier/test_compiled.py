@@ -21,6 +21,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from inference.verify import verify
+from tests.inference.verifier.oracles import random_tree
 from train.cli import grouped
 
 PROMPT = [5, 9, 7, 5, 9]
@@ -47,10 +48,6 @@ def few_shapes(monkeypatch):
     """Leaves two numbers of rows, and makes the smallest cache so small that a text of the tests outgrows it."""
     monkeypatch.setattr(module, "NUM_ROWS", (1, 13))
     monkeypatch.setattr(module, "SHORTEST", 32)
-
-
-def random_tree(rng, size):
-    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
 
 
 def greedy(base, prompt, max_new_tokens):

@@ -97,14 +97,6 @@ def test_nothing_is_drafted_beyond_the_draft_models_own_context(pseudo_runner):
     assert inner.forwards == 3
 
 
-def test_reset_reaches_the_draft_models_own_drafter(pseudo_runner):
-    calls = []
-    drafter = Guesses(0, 12)
-    drafter.reset = lambda: calls.append("reset")
-    DraftModel(DraftModelSession(pseudo_runner(), DraftModel(DraftModelSession(pseudo_runner(), drafter)))).reset()
-    assert calls == ["reset"]
-
-
 # ---- with a base
 
 

@@ -124,12 +124,6 @@ def test_a_draft_ends_after_an_end_of_sequence_token_and_where_the_context_ends(
     assert session.write(prompt, 0).tokens == []
 
 
-def test_nothing_is_drafted_before_the_prefill(make_base):
-    base = make_base(layers=3)
-    session = LayerSkippingSession(Runner(base), *SETS["one layer"])
-    assert session.write([5, 6], 8).tokens == [] and session.forwards == 0
-
-
 def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base):
     base, skips, prompt = make_base(layers=3), SETS["one layer"], prompt_of(9)
     sampler = KeyedSampler(0.7, top_k=9, seed=3)
@@ -222,13 +216,6 @@ def test_an_exception_in_a_draft_leaves_modules_and_cache_as_they_were(make_base
 
 
 # ---- the text
-
-
-@each_base
-def test_without_skips_every_draft_is_accepted(make_base, kind, attention):
-    base = make_base(kind, attention, layers=3)
-    result = session_of(base, SETS["nothing"], num_draft=5).run(prompt_of(3), 31)
-    assert [(step.emitted, step.accepted) for step in result.steps] == [(1, 0)] + [(6, 5)] * 5
 
 
 def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_base):

@@ -142,10 +142,13 @@ COMPILED = [
 ]
 COMPILED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+KINDS += [("qwen3", "sdpa"), ("olmo", "sdpa")]
 
 
 def fitting(kind):
-    """The drafters that fit a kind of base."""
+    """The drafters that fit a kind of base, or one of each learned class where the family matters to them only."""
+    if kind in ("qwen3", "olmo"):
+        return ["ctc", "block", "medusa", "hydra", "eagle", "eagle3"]
     return [name for name in DRAFTERS if kind != "gpt2" or name not in LLAMA_ONLY]
 
 
@@ -223,7 +226,7 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, sample
     base = make_base(kind, attention, predictable=True)
     runner = Runner(base)
     drafted = accepted = 0
-    for length, most in ((1, LENGTH), (2, 8), (3, 8), (17, SHORT)):
+    for length, most in ((1, LENGTH), (2, 1), (3, 3), (3, 8), (17, SHORT)):
         prompt = prompt_of(length)
         expected = alone(base, prompt, most, sampler=sampler)
         result = session(name, runner, prompt, expected, sampler).run(prompt, most)
@@ -256,20 +259,6 @@ def test_with_compiled_steps_the_text_is_the_bases_own(session, compiled_runner,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ctc", "block", "medusa", "hydra", "eagle", "eagle3"])
-@pytest.mark.parametrize("kind", ["qwen3", "olmo"])
-def test_learned_drafters_are_lossless_on_other_families_too(session, make_base, name, kind):
-    base = make_base(kind, predictable=True)
-    runner, prompt = Runner(base), prompt_of(17)
-    for sampler in SAMPLERS:
-        expected = alone(base, prompt, LENGTH, sampler=sampler)
-        result = session(name, runner, prompt, expected, sampler).run(prompt, LENGTH)
-        assert result.tokens == expected
-        drafted = sum(step.fed_candidates for step in result.steps)
-        assert sum(step.accepted for step in result.steps) >= drafted / 10 > 0
-
-
-@pytest.mark.slow
 @each_drafter
 def test_float32_is_lossless_too_and_bfloat16_but_for_almost_equal_logits(session, make_base, name):
     prompt = prompt_of(17)
@@ -299,14 +288,6 @@ def test_text_ends_with_an_end_of_sequence_token_at_any_position(session, make_b
         eos = frozenset({truth[index]})
         assert writing.run(prompt, LENGTH, eos).tokens == truth[: truth.index(truth[index]) + 1]
         assert runner.cached == len(prompt) + truth.index(truth[index])
-
-
-@each_drafter
-@pytest.mark.parametrize("cap", [1, 2, 3, 7])
-def test_text_has_the_requested_number_of_tokens(session, make_base, name, cap):
-    base, prompt = make_base(predictable=True), prompt_of(3)
-    truth = alone(base, prompt, LENGTH)
-    assert session(name, Runner(base), prompt, truth).run(prompt, cap).tokens == truth[:cap]
 
 
 @pytest.mark.slow

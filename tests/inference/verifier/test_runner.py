@@ -9,15 +9,11 @@ from drafters import DraftTree, RequiredOutputs
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache
 from inference.verifier.runner import Runner
-from tests.inference.verifier.oracles import assert_cache_is_fresh
+from tests.inference.verifier.oracles import assert_cache_is_fresh, random_tree
 
 NOTHING = RequiredOutputs()
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}  # eager takes its softmax in float32
-
-
-def random_tree(rng, size):
-    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
 
 
 @torch.inference_mode()
@@ -85,15 +81,6 @@ def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
     assert runner.cached == 0
     with pytest.raises(AssertionError, match="more than it holds"):
         runner.truncate(1)
-
-
-def test_after_a_reset_the_last_text_has_no_effect(make_base):
-    runner = Runner(make_base())
-    runner.forward([5, 6, 7], DraftTree([8], [-1]), NOTHING)
-    runner.commit([0])
-    runner.reset()
-    rows = runner.forward([9], DraftTree(), NOTHING)
-    torch.testing.assert_close(rows.logits[0], flat_logits(runner.base, [9]), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))

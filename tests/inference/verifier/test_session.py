@@ -114,13 +114,6 @@ def test_the_comparison_of_two_texts_starts_after_the_known_prefix():
     assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
-def test_a_step_may_have_a_node_budget_of_its_own(pseudo_runner, oracle):
-    session = Session(pseudo_runner(), oracle([5, 6, *pseudo_runner().greedy([5, 6], 30)], length=4), max_nodes=3)
-    session.begin([5, 6])
-    budgets = [None, 0, 1, 8]
-    assert [session.step(32, max_nodes=budget)[1].fed_candidates for budget in budgets] == [3, 0, 1, 4]
-
-
 def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
     session = Session(pseudo_runner(), Rewinds())
     session.begin([5, 6])

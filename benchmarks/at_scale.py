@@ -30,7 +30,7 @@ from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
 from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
-from inference.verifier.session import PHASES, Session, StepCost
+from inference.verifier.session import PHASES, Session, Step
 from train.callbacks import peak_bytes
 
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
@@ -172,7 +172,7 @@ def _num_parameters(module: object) -> int:
 # ---- results
 
 
-def decoding_seconds(steps: Sequence[StepCost]) -> float:
+def decoding_seconds(steps: Sequence[Step]) -> float:
     """Seconds of all steps, each counted as the median of those that fed as many tokens."""
     by_fed: dict[int, list[float]] = {}
     for step in steps:
@@ -211,7 +211,7 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
     }
 
 
-def _steps(repeats: Repeats) -> list[StepCost]:
+def _steps(repeats: Repeats) -> list[Step]:
     return [step for answers in repeats for answer in answers for step in metrics.decode_steps(answer.turns)]
 
 

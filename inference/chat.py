@@ -26,7 +26,7 @@ from inference.verifier.compiled import make_runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
-from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, StepCost, check_prompt, common_prefix
+from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt, common_prefix
 
 ACCEPTED = "green"
 WARM_UP_TOKENS = 4
@@ -60,7 +60,7 @@ class ChatSession:
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
-    ) -> Iterator[tuple[list[int], StepCost]]:
+    ) -> Iterator[tuple[list[int], Step]]:
         """Yield the tokens that each step emits and its cost, as `Session.decode`; it may stop between two steps."""
         session = self.session
         end = session.end_of(prompt, max_new_tokens)

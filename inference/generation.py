@@ -17,7 +17,7 @@ from inference.verifier.compiled import make_runner
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
-from inference.verifier.session import Session, StepCost, acceptance_length, check_prompt
+from inference.verifier.session import Session, Step, acceptance_length, check_prompt
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class Generated:
 
     text: str  # without special tokens
     token_ids: list[int]  # including the end-of-sequence token if there is one
-    steps: list[StepCost]  # cost of each base forward; the first is the prefill
+    steps: list[Step]  # cost of each base forward; the first is the prefill
     seconds: float  # wall time
 
     @property

@@ -20,7 +20,7 @@ from inference.prompts import encode_question
 from inference.verifier.base import BaseConfig
 from inference.verifier.runner import ForwardOutput, Runner
 from inference.verifier.sampling import Greedy, TreeLogits
-from inference.verifier.session import Session, StepCost, acceptance_length
+from inference.verifier.session import Session, Step, acceptance_length
 
 NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
 COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed per step", "hit ratio"
@@ -61,7 +61,7 @@ class RecordedTokens(Greedy):
         return rows.logits
 
 
-def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], cap: int) -> Iterator[list[StepCost]]:
+def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], cap: int) -> Iterator[list[Step]]:
     """Decode the recorded turns in order, by the loop that decodes live, and yield the steps of each."""
     session = Session(runner := RecordedRunner(base), drafter, RecordedTokens())
     eos = frozenset([base.tokenizer.eos_token_id, *(tokens[-1] for _, _, tokens, ended in recorded if ended)])
@@ -94,9 +94,9 @@ def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: s
                 yield question, prompt, tokens if len(tokens) == size else [], ended
 
 
-def measure(turns: Sequence[tuple[Question, list[StepCost]]]) -> list[float]:
+def measure(turns: Sequence[tuple[Question, list[Step]]]) -> list[float]:
     """The figures of `COLUMNS`; the first counts the prefill as a step, the others leave it out."""
-    questions: dict[int, list[list[StepCost]]] = {}
+    questions: dict[int, list[list[Step]]] = {}
     for question, own in turns:
         questions.setdefault(question.question_id, []).append(own)
     lengths = [length for each in questions.values() if (length := acceptance_length(each)) is not None]

@@ -24,7 +24,7 @@ from inference.verifier.base import Base
 from inference.verifier.processing import ScoreProcessors, is_one_of
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Generation, Session, StepCost, acceptance_length
+from inference.verifier.session import Generation, Session, Step, acceptance_length
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ class Speculation:
         self._in_use = threading.Lock()
 
     @property
-    def steps(self) -> list[StepCost]:
+    def steps(self) -> list[Step]:
         """Cost of each base forward of the last call; the first of each prompt is its prefill."""
         return [step for generation in self.generations for step in generation.steps]
 
@@ -279,7 +279,7 @@ def count_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: 
 
 
 def _collect(
-    steps: Iterator[tuple[list[int], StepCost]],
+    steps: Iterator[tuple[list[int], Step]],
     prompt: Tensor,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,

@@ -23,7 +23,7 @@ from inference.budget import Budgeted
 from inference.prompts import encode_question
 from inference.timing import MIN_CORE_SHARE
 from inference.verifier.base import Base
-from inference.verifier.session import PHASES, Generation, Session, StepCost
+from inference.verifier.session import PHASES, Generation, Session, Step
 
 Messages = list[tuple[str, str]]  # role and text
 Slot = tuple[int, str]  # the index of a question, and the name of a drafter
@@ -39,7 +39,7 @@ class Turn:
     text: str
     token_ids: list[int]  # with the end-of-sequence token
     prompt_tokens: int  # with the earlier turns
-    steps: list[StepCost]  # the first one is the prefill
+    steps: list[Step]  # the first one is the prefill
     seconds: float  # wall time
     cpu_seconds: list[float] = field(default_factory=list)  # of the decoding thread for each step; none on a GPU
     # Seconds from the request to each event, and the number of tokens that came with it (0 if the server does not say).
@@ -291,7 +291,7 @@ def read(path: str | Path) -> list[Answer]:
     return answers
 
 
-def _step_to_json(step: StepCost) -> list[float]:
+def _step_to_json(step: Step) -> list[float]:
     counts = [getattr(step, name) for name in COUNTS]
     return counts + [round(seconds, 7) for seconds in step.seconds]
 

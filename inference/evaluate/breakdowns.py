@@ -11,11 +11,11 @@ from data.templates import ReasoningMarks
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.intervals import Estimate, quotient, ratio
 from inference.evaluate.step_times import own_times
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 SHORTEST = 256  # tokens; each further range of lengths begins at twice the length
 
-Timed = tuple[StepCost, float]  # a step and its seconds
+Timed = tuple[Step, float]  # a step and its seconds
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DraftCounts:
         return found
 
 
-def count_drafts(turns: Sequence[Sequence[StepCost]]) -> DraftCounts:
+def count_drafts(turns: Sequence[Sequence[Step]]) -> DraftCounts:
     """Add up the steps of turns, the first of each being the prefill."""
     prefills = [steps[0] for steps in turns if steps]
     steps = [step for turn in turns for step in turn[1:]]
@@ -83,7 +83,7 @@ class PositionRate:
     conditional: Estimate  # share of the steps that accepted the position before
 
 
-def acceptance_rates(questions: Sequence[Sequence[StepCost]]) -> list[PositionRate]:
+def acceptance_rates(questions: Sequence[Sequence[Step]]) -> list[PositionRate]:
     """The acceptance rate of each draft position, up to the last that any step of the questions ever accepted."""
     deepest = max((step.accepted for steps in questions for step in steps), default=0)
     reached = [[len(steps) for steps in questions]]

@@ -23,7 +23,7 @@ from inference.evaluate.breakdowns import (
 from inference.evaluate.intervals import UNKNOWN, Estimate, quotient
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier import session
-from inference.verifier.session import PHASES, StepCost
+from inference.verifier.session import PHASES, Step
 
 Pair = tuple[Answer, Answer]  # a drafter's answer, and the baseline's to the same question
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
@@ -169,7 +169,7 @@ def _acceptance(answers: Sequence[Answer]) -> Acceptance:
     )
 
 
-def decode_steps(turns: Iterable[Turn]) -> list[StepCost]:
+def decode_steps(turns: Iterable[Turn]) -> list[Step]:
     """All steps except the prefill, which is the first step of each turn."""
     return [step for turn in turns for step in turn.steps[1:]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 MIN_STEPS = 8  # fewer steps have no median of their own
 
@@ -93,11 +93,11 @@ def median_costs(times: Iterable[tuple[Any, float]]) -> dict[Any, float]:
     return costs
 
 
-def _kind(step: StepCost) -> tuple[int, int]:
+def _kind(step: Step) -> tuple[int, int]:
     return step.fed, step.draft_forwards
 
 
-def own_times(turn: Turn) -> list[tuple[StepCost, float]]:
+def own_times(turn: Turn) -> list[tuple[Step, float]]:
     """Each step with the time it would have taken if it had had a core throughout."""
     walls = [sum(step.seconds) for step in turn.steps]
     own = map(min, walls, turn.cpu_seconds) if turn.cpu_seconds else walls

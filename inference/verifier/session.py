@@ -33,7 +33,7 @@ RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, 
 
 
 @dataclass(frozen=True)
-class StepCost:
+class Step:
     """What one step, which is one base forward, emitted and cost.
 
     Args:
@@ -73,7 +73,7 @@ class StepRecord:
     def complete(self, num_pending: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> None:
         """Keep what the step fed, the base's logits (1 + M, V), the accepted nodes and the emitted tokens."""
         self.tree, self.logits, self.path, self.emitted = tree, logits, path[: len(emitted)], emitted
-        self.cost = StepCost(
+        self.step = Step(
             emitted=len(emitted),
             accepted=len(self.path),
             fed_pending=num_pending,
@@ -93,11 +93,11 @@ class Generation:
     """A decoded text: its new tokens and the cost of each step; the first step is the prefill."""
 
     tokens: list[int] = field(default_factory=list)
-    steps: list[StepCost] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     seconds: float = 0.0
 
 
-def acceptance_length(texts: Iterable[Sequence[StepCost]]) -> float | None:
+def acceptance_length(texts: Iterable[Sequence[Step]]) -> float | None:
     """Tokens per base forward over texts, given by their steps, prefills excluded; None if there is no other step."""
     steps = [step for text in texts for step in text[1:]]
     return sum(step.emitted for step in steps) / len(steps) if steps else None
@@ -124,9 +124,7 @@ class Session:
 
     # ---- the loop
 
-    def step(
-        self, end: int, eos: frozenset[int] = frozenset(), max_nodes: int | None = None
-    ) -> tuple[list[int], StepCost]:
+    def step(self, end: int, eos: frozenset[int] = frozenset(), max_nodes: int | None = None) -> tuple[list[int], Step]:
         """Run one step.
 
         Args:
@@ -163,7 +161,7 @@ class Session:
 
         record.complete(len(pending), tree, outputs.logits, path, emitted)
         self.last = record
-        return emitted, record.cost
+        return emitted, record.step
 
     def _limits(self, end: int, eos: frozenset[int], max_nodes: int) -> Limits:
         """The limits of the next proposal: those of the text's length, the base's context and the request."""
@@ -194,7 +192,7 @@ class Session:
 
     def steps(
         self, end: int, eos: frozenset[int] = frozenset(), drafts_at_once: bool = True
-    ) -> Iterator[tuple[list[int], StepCost]]:
+    ) -> Iterator[tuple[list[int], Step]]:
         """Run steps until the text has ``end`` tokens or gains an end-of-sequence token; see `step`.
 
         The caller may stop between two steps and resume the text later. If a step is interrupted (by Ctrl-C, say),
@@ -204,12 +202,12 @@ class Session:
         max_nodes = None if drafts_at_once else 0
         while len(self.seq) < end:
             try:
-                emitted, cost = self.step(end, eos, max_nodes)
+                emitted, step = self.step(end, eos, max_nodes)
             except BaseException:
                 self.forget()
                 raise
             max_nodes = None
-            yield emitted, cost
+            yield emitted, step
             if emitted[-1] in eos:
                 return
 
@@ -248,7 +246,7 @@ class Session:
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
-    ) -> Iterator[tuple[list[int], StepCost]]:
+    ) -> Iterator[tuple[list[int], Step]]:
         """Yield the tokens that each step emits and its cost. Without the drafter the base would write the same text.
 
         Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends.

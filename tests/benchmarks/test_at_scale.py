@@ -15,7 +15,7 @@ from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
-from inference.verifier.session import Session, StepCost
+from inference.verifier.session import Session, Step
 
 SHAPE = 80, 150, 4, 10, 5  # hidden, intermediate, layers, heads, key-value heads; the toy base has 32, 64, 3, 4, 2
 VOCAB = 64
@@ -178,7 +178,7 @@ def test_other_frequencies_and_unknown_weights_are_refused(small, wide, base):
 
 def test_a_slow_step_does_not_change_the_decoding_time():
     times = [(1, 2.0), (1, 2.0), (1, 90.0), (5, 4.0), (5, 3.0), (5, 4.0)]
-    steps = [StepCost(1, 0, 1, fed - 1, 0, 1, (0.0, seconds, 0.0, 0.0, 0.0)) for fed, seconds in times]
+    steps = [Step(1, 0, 1, fed - 1, 0, 1, (0.0, seconds, 0.0, 0.0, 0.0)) for fed, seconds in times]
     assert at_scale.decoding_seconds(steps) == 3 * 2.0 + 3 * 4.0
 
 

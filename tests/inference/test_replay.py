@@ -12,7 +12,7 @@ from drafters import DraftTree, RequiredOutputs
 from inference import drafter_specs
 from inference.replay import NOT_RECORDED, RecordedRunner, RecordedTokens, decode, measure, read, replay
 from inference.verifier.base import BaseConfig
-from inference.verifier.session import Session, StepCost
+from inference.verifier.session import Session, Step
 
 EOS = 2
 QUESTIONS = [
@@ -151,7 +151,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(files, recorded_base, l
 
 def test_the_figures_of_two_questions_computed_by_hand():
     def step(emitted, drafted):
-        return StepCost(emitted, emitted - 1, 1, drafted, 0, 0, ())
+        return Step(emitted, emitted - 1, 1, drafted, 0, 0, ())
 
     one, two = QUESTIONS[0], QUESTIONS[1]
     turns = [(one, [step(2, 3), step(4, 3), step(1, 0)]), (two, [step(1, 0)]), (one, [step(1, 0), step(1, 2)])]

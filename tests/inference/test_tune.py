@@ -20,7 +20,7 @@ from inference.verifier.base import load_base
 from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
-from inference.verifier.session import Generation, StepCost
+from inference.verifier.session import Generation, Step
 from train.cli import run_drafters as main
 
 NUM_TOKENS = 40
@@ -187,7 +187,7 @@ def test_an_impossible_combination_is_left_out_and_a_wrong_option_refused(folder
 
 def test_speed_counts_each_step_as_the_median_of_its_kind():
     def text(*seconds):
-        return Generation([5] * len(seconds), [StepCost(1, 0, 1, fed, 0, 0, (time,)) for fed, time in seconds])
+        return Generation([5] * len(seconds), [Step(1, 0, 1, fed, 0, 0, (time,)) for fed, time in seconds])
 
     quiet = text((4, 1.0), (4, 1.0), (0, 0.5))
     assert speed([quiet]) == 3 / 2.5

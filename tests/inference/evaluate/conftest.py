@@ -10,7 +10,7 @@ from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.metrics import summarise
 from inference.evaluate.plan import BenchmarkConditions, DrafterConditions, RunConditions
 from inference.evaluate.results import EvaluationResults, Run, RunRecord
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 WORDS = ["The", " cat", " <script>alert(1)</script>", "\n sat", " & on", " a", " mat", ".", "</s>"]
 STEPS = {"none": [1] * 9, "ctc": [1, 4, 3, 1], "ngram": [1, 2, 2, 2, 2]}  # emitted tokens of each step
@@ -33,7 +33,7 @@ def decode(token_ids):
 
 def make_answer(drafter, question_id, category="all", token_ids=tuple(range(9)), emitted=None):
     emitted = emitted or STEPS[drafter]
-    costs = [StepCost(n, n - 1, 1, 4, 0, 0, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in emitted]
+    costs = [Step(n, n - 1, 1, 4, 0, 0, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in emitted]
     turn = Turn(decode(token_ids).removesuffix("</s>"), list(token_ids), 5, costs, 0.11 * len(costs))
     return Answer(question_id, category, drafter, [turn, turn], [True, True])
 

@@ -11,9 +11,9 @@ from inference.evaluate import answers as records
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.command import with_scores
 from inference.prompts import BenchmarkPrompts
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
-PREFILL = StepCost(
+PREFILL = Step(
     emitted=1,
     accepted=0,
     fed_pending=9,
@@ -22,7 +22,7 @@ PREFILL = StepCost(
     draft_forwards=0,
     seconds=(0.0, 0.5, 0.0, 0.0, 0.0),
 )
-STEP = StepCost(
+STEP = Step(
     emitted=3,
     accepted=2,
     fed_pending=1,
@@ -68,7 +68,7 @@ def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
 
 
 def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
-    turn = Turn("", [1], 1, [StepCost(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
+    turn = Turn("", [1], 1, [Step(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
     choice = records.to_json(Answer(1, "math", "ctc", [turn], [True]))["choices"][0]
     assert choice["wall_time"] == [0.6666667]
     assert choice["steps"][0][0][6:] == [0.3333333] * 5

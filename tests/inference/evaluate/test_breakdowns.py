@@ -7,11 +7,11 @@ from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.breakdowns import acceptance_rates, count_drafts, length_ranges, reasoning
 from inference.evaluate.intervals import Estimate
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 
 def step(emitted, accepted, drafted=4, pending=1, scratch=0):
-    return StepCost(emitted, accepted, pending, drafted, scratch, 0, (0.0,) * 5)
+    return Step(emitted, accepted, pending, drafted, scratch, 0, (0.0,) * 5)
 
 
 PREFILLS = [step(1, 0, 0, 30), step(2, 1, 4, 30), step(1, 0, 0, 9)]
@@ -60,7 +60,7 @@ def test_a_drafter_that_drafts_nothing_has_no_rates():
 
 def timed(prompt_tokens, emitted, seconds):
     """A turn whose steps emit so many tokens and take so many seconds each; the first is the prefill."""
-    costs = [StepCost(e, e - 1, 1, 4, 0, 0, (s, 0, 0, 0, 0)) for e, s in zip(emitted, seconds, strict=True)]
+    costs = [Step(e, e - 1, 1, 4, 0, 0, (s, 0, 0, 0, 0)) for e, s in zip(emitted, seconds, strict=True)]
     return Turn("", list(range(sum(emitted))), prompt_tokens, costs, sum(seconds))
 
 
@@ -97,7 +97,7 @@ MARKS = ReasoningMarks(("<think>", "</think>"), (5,), (8,), False)
 def thinking(tokens, emitted):
     """A turn whose steps emit so many tokens each; the first is the prefill."""
     assert sum(emitted) == len(tokens)
-    return Turn("", tokens, 9, [StepCost(e, e - 1, 1, 4, 0, 0, (0.1,) * 5) for e in emitted], 1.0)
+    return Turn("", tokens, 9, [Step(e, e - 1, 1, 4, 0, 0, (0.1,) * 5) for e in emitted], 1.0)
 
 
 THOUGHTS = [

@@ -12,7 +12,7 @@ from inference.evaluate.metrics import summarise
 from inference.evaluate.plan import BenchmarkConditions, DrafterConditions, RunConditions
 from inference.evaluate.results import EvaluationResults, Run, RunRecord
 from inference.evaluate.step_times import MedianStepTimes, timing_error
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 NUM_QUESTIONS, NUM_TOKENS, NUM_RUNS = 40, 120, 15
 CONDITIONS = RunConditions(
@@ -36,7 +36,7 @@ def answer(drafter, question_id, emitted, rng, speed=1.0):
     seconds = speed * 0.01 * np.exp(rng.normal(0, 0.05, 1 + len(emitted)))
     fed = 8 if drafter != "none" else 0
     counts = [1, *emitted]
-    costs = [StepCost(n, n - 1, 1, fed, 0, 0, (0.0, s, 0.0, 0.0, 0.0)) for n, s in zip(counts, seconds, strict=True)]
+    costs = [Step(n, n - 1, 1, fed, 0, 0, (0.0, s, 0.0, 0.0, 0.0)) for n, s in zip(counts, seconds, strict=True)]
     turn = Turn("", [7] * sum(counts), 5, costs, float(seconds.sum()))
     return Answer(question_id, "all", drafter, [turn], [False])
 

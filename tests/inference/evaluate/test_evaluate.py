@@ -36,7 +36,7 @@ from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Typical
-from inference.verifier.session import PHASES, Session, StepCost
+from inference.verifier.session import PHASES, Session, Step
 from train.cli import grouped
 
 CLOCK = {"speed", "speedup", "wall", "step_seconds", "prefill_seconds"}  # figures that differ between runs
@@ -329,7 +329,7 @@ def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(plan,
 
 def test_repeats_that_differ_are_reported(plan):
     def given(tokens, seconds):
-        step = StepCost(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
+        step = Step(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
         return Answer(7, "a", "none", [Turn("", tokens, 3, [step], seconds)], [False])
 
     plan = replace(with_conditions(only(plan, ["none"]), repeats=3), questions={"b": QUESTIONS[:1]})
@@ -361,7 +361,7 @@ def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questio
 
 def timed_answer(question, name, factor):
     """An answer whose steps take ``factor`` milliseconds each."""
-    steps = [StepCost(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
+    steps = [Step(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
     return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False], core_share=0.9)
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from inference.evaluate.answers import Answer, Turn, median_answers
 from inference.evaluate.metrics import first_difference, noise, summarise
-from inference.verifier.session import PHASES, StepCost
+from inference.verifier.session import PHASES, Step
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
 
 
 def turn(tokens, steps, seconds):
     """A turn: a prefill that emits one token, then ``steps`` of (emitted, accepted), each of root + 4 candidates."""
-    prefill = StepCost(1, 0, 30, 0, 0, 0, SECONDS)
-    costs = [StepCost(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
+    prefill = Step(1, 0, 30, 0, 0, 0, SECONDS)
+    costs = [Step(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
     assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
     return Turn("", tokens, 30, [prefill, *costs], seconds)
 

@@ -23,7 +23,7 @@ from inference.evaluate.intervals import Estimate
 from inference.evaluate.plan import DrafterConditions
 from inference.evaluate.report import report, write_tables
 from inference.evaluate.results import RunRecord, read
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 BROWSER = shutil.which("chromium")
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&\u202e\x1b[2J\x9b|\ry"
@@ -118,7 +118,7 @@ def test_a_step_distinguishes_accepted_tokens_from_the_bonus_token(evaluation, w
 
 def test_a_character_of_several_tokens_stays_in_one_step():
     counts = [(1, 0, 0), (3, 2, 4), (5, 5, 5)]
-    steps = [StepCost(emitted, accepted, 1, fed, 0, 0, (0.0,) * 5) for emitted, accepted, fed in counts]
+    steps = [Step(emitted, accepted, 1, fed, 0, 0, (0.0,) * 5) for emitted, accepted, fed in counts]
     turn = Turn("", list("né日本".encode()), 1, steps, 1.0)
     spans = pages.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
@@ -290,7 +290,7 @@ def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(mak
         return str(tmp_path / name)
 
     def replaced(turn, emitted):
-        return replace(turn, steps=[StepCost(n, n - 1, 1, 4, 0, 0, (0.0, 0.1, 0.0, 0.0, 0.0)) for n in emitted])
+        return replace(turn, steps=[Step(n, n - 1, 1, 4, 0, 0, (0.0, 0.1, 0.0, 0.0, 0.0)) for n in emitted])
 
     old, new = folder("old", [1, 4, 4]), folder("new", [1, 3, 3, 2])
     with pytest.raises(SystemExit) as caught:

@@ -9,7 +9,7 @@ from inference.evaluate import answers, recount
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.metrics import acceptance_length
 from inference.evaluate.report import report
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 RECORDED = Path(__file__).parents[4] / "shared" / "data" / "base_outputs" / "ctc_drafter"
 PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna-7b-mt_bench-greedy.jsonl"
@@ -71,7 +71,7 @@ def test_step_lengths_are_counted_if_a_file_has_them(tmp_path, files):
 
 def test_our_own_records_count_as_our_metrics_do(tmp_path):
     def answer(drafter, question_id, gains):
-        steps = [StepCost(n, n - 1, 1, 3, 0, 0, (0.1,) * 5) for n in gains]
+        steps = [Step(n, n - 1, 1, 3, 0, 0, (0.1,) * 5) for n in gains]
         turn = Turn("text", list(range(sum(gains))), 5, steps, 0.5 * len(gains))
         return Answer(question_id, "math", drafter, [turn, turn], [True, True])
 

@@ -11,7 +11,7 @@ from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.metrics import summarise
 from inference.evaluate.step_times import MIN_STEPS, MedianStepTimes, median_costs, timing_error
-from inference.verifier.session import StepCost
+from inference.verifier.session import Step
 
 NUM_TOKENS = 240
 
@@ -20,12 +20,12 @@ def make_answers(name, fed_and_emitted, rng, num_questions=12, noise=0.03):
     """Answers of equal length whose steps take 2 ms and 0.1 ms a fed token, and up to twice that by the question."""
     answers = []
     for question in range(num_questions):
-        steps, emitted = [StepCost(1, 0, 40, 0, 0, 0, (0.0, 0.02, 0.0, 0.0, 0.0))], 1
+        steps, emitted = [Step(1, 0, 40, 0, 0, 0, (0.0, 0.02, 0.0, 0.0, 0.0))], 1
         while emitted < NUM_TOKENS:
             fed, gained = fed_and_emitted(rng)
             gained = min(gained, NUM_TOKENS - emitted)
             seconds = (0.002 + 0.0001 * fed) * (1 + question / 12) * math.exp(noise * rng.standard_normal())
-            steps.append(StepCost(gained, gained - 1, 1, fed - 1, 0, 0, (0.1 * seconds, 0.9 * seconds, 0.0, 0.0, 0.0)))
+            steps.append(Step(gained, gained - 1, 1, fed - 1, 0, 0, (0.1 * seconds, 0.9 * seconds, 0.0, 0.0, 0.0)))
             emitted += gained
         seconds = sum(sum(step.seconds) for step in steps) + 0.001
         turn = Turn("", list(range(NUM_TOKENS)), 40, steps, seconds)
@@ -85,8 +85,8 @@ def test_questions_with_slow_steps_and_long_drafts_are_not_mistaken_for_the_rest
     def answers(name, fed, counts):
         found = []
         for question, (count, seconds) in enumerate(zip(counts, (0.004, 0.002), strict=True)):
-            prefill = StepCost(1, 0, 9, 0, 0, 0, (0.0,) * 5)
-            steps = [prefill, *[StepCost(1, 0, 1, fed - 1, 0, 0, (0.0, seconds, 0.0, 0.0, 0.0))] * count]
+            prefill = Step(1, 0, 9, 0, 0, 0, (0.0,) * 5)
+            steps = [prefill, *[Step(1, 0, 1, fed - 1, 0, 0, (0.0, seconds, 0.0, 0.0, 0.0))] * count]
             turn = Turn("", list(range(50)), 9, steps, count * seconds)
             found.append(Answer(question, "a", name, [turn], [True]))
         return found

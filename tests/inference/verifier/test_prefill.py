@@ -8,7 +8,7 @@ import torch
 
 from drafters import DraftTree, RequiredOutputs
 from inference.verifier import runner as runner_module
-from inference.verifier.base import Base, load_base
+from inference.verifier.base import Base
 from inference.verifier.runner import Runner
 
 PROMPT = [random.Random(0).randrange(3, 40) for _ in range(30)]
@@ -57,8 +57,3 @@ def test_a_prompt_behind_the_border_of_longrope_scaling_is_read_at_once(make_mod
     torch.testing.assert_close(logits, base.model(torch.tensor([PROMPT])).logits[0, -1:])
     Runner(base).forward(PROMPT[:10], DraftTree(), RequiredOutputs())
     assert [fed for fed, _ in forwards] == [30, 4, 4, 2]
-
-
-def test_a_negative_chunk_is_refused():
-    with pytest.raises(ValueError, match="prefill_chunk must be at least 0, not -1"):
-        load_base("checkpoints/tiny-chat", prefill_chunk=-1)

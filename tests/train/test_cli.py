@@ -61,6 +61,14 @@ def test_every_command_explains_each_of_its_options(call, name):
 
 
 @pytest.mark.slow
+def test_an_evaluation_names_neither_base_nor_drafter_nor_benchmark(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = call(run_drafters, "eval", "--limit", 1, "--repeats", 1, "--max-new-tokens", 4)
+    shown = [line.split()[0] for line in done.out.splitlines() if line.endswith("(1/1)")]
+    assert done.code == 0 and shown == ["none", "prompt_lookup", "joint"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test"])
 def test_every_subcommand_of_lightning_explains_its_keys(call, subcommand):
     assert re.search(rf"^  {subcommand} {{3,}}\S", LIGHTNING_HELP, re.MULTILINE)

@@ -22,7 +22,8 @@ INSTALL = "install bubblewrap (apt-get install bubblewrap), or leave out --run-c
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 TMP_BYTES = 1 << 26
 LIMITS = {"RLIMIT_AS": 1 << 30, "RLIMIT_FSIZE": 1 << 24, "RLIMIT_NPROC": 16, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}
-ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+FOLDER = "/tmp/program"  # of the program
+ENVIRONMENT = {"HOME": FOLDER, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Runs the program that it reads, and writes the token only behind its last line: one that fails or exits before has not
 # finished. Without the module `site`, whose .pth files take longer than everything else.
 RUNNER = """
@@ -73,7 +74,8 @@ def _run(program: str, seconds: float) -> tuple[bool, str]:
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     for path in dict.fromkeys(path for path in readable if os.path.exists(path)):
         command += ["--ro-bind", path, path]
-    command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
+    # A folder of its own, as the environment of this process may itself be in /tmp.
+    command += ["--dir", FOLDER, "--remount-ro", "/", "--chdir", FOLDER, "--clearenv"]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     command += ["--", sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", RUNNER]

@@ -28,6 +28,7 @@ class RunRecord:
     load: MachineLoad | None = None  # None in a server elsewhere
     repeats: dict[str, int] = field(default_factory=dict)  # how often every question was decoded, by benchmark
     starts: int = 1  # of the command, until all answers were there
+    row_multiple: int | None = None  # rows are bit-identical, fed in multiples of it; None if they are not
     ran_code: bool = False  # whether the programs in the answers were run, in bubblewrap
     left_out: list[str] = field(default_factory=list)  # one line each
     warnings: list[str] = field(default_factory=list)  # what speaks against the figures, one line each
@@ -50,6 +51,7 @@ class Run:
         told = {
             "base": own.base + f" ({own.base_fingerprint})" * bool(own.base_fingerprint),
             **own.same(),
+            "bit-identical": f"yes (rows in multiples of {run.row_multiple})" if run.row_multiple else "",
             "drafters": "; ".join(f"{name}: {each.spec}{prints[name]}" for name, each in own.drafters.items()),
             "length caps": ", ".join(f"{cap} tokens ({name})" for name, cap in own.caps.items()),
             "questions decoded": ", ".join(f"{count} times ({name})" for name, count in run.repeats.items()),

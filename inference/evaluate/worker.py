@@ -25,7 +25,6 @@ from inference.evaluate.plan import EvaluationPlan
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.journal import Journal
 from inference.timing import MachineLoad
-from inference.verifier.base import load_base
 from inference.verifier.compiled import make_runner
 from inference.verifier.sampling import Sampler, Typical
 
@@ -45,8 +44,9 @@ class Worker:
         torch.set_num_threads(plan.conditions.threads or 1)
         device, model = torch.device(plan.conditions.devices[number]), plan.model
         self.gpu_use, self._has_started = timing.gpu_use(device), False
-        self.base = load_base(model.base, model.dtype, device, packed=model.forward == "packed")
+        self.base = model.load_on(device)
         runner, own = make_runner(self.base, model.compile), plan.conditions.sampling
+        self.row_multiple = runner.row_multiple
         self.sessions = {}
         for name, drafter in plan.conditions.drafters.items():
             sampler: Sampler = own.sampler()
@@ -68,7 +68,7 @@ class Worker:
                 about = conditions.template, conditions.caps[benchmark], done, repeat
                 for (index, _), answer in answer_questions(self.base, self.sessions, questions, *about):
                     if not self._has_started:
-                        journal.append({"load": load, "gpu_use": self.gpu_use})
+                        journal.append({"load": load, "gpu_use": self.gpu_use, "row_multiple": self.row_multiple})
                         self._has_started = True
                     entry = {"benchmark": benchmark, "repeat": repeat, "place": index}
                     journal.append(entry | {"load": timing.load_average(), "answer": to_json(answer)})
@@ -180,6 +180,7 @@ class CollectedAnswers:
     answers: dict[tuple[str, int], dict[Slot, Answer]] = field(default_factory=dict)  # by benchmark and repeat
     load: MachineLoad = field(default_factory=lambda: MachineLoad(1, 1))
     num_starts: int = 0  # of the command, until all answers were there
+    row_multiple: int | None = None  # `Runner.row_multiple`, the largest; None if one of the starts had none
 
     def num_repeats(self, benchmark: str) -> int:
         """How often all drafters have answered all questions of a benchmark."""
@@ -264,6 +265,8 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
         own = read_entries(Journal(journal_path(folder, number), plan.settings))
         found.num_starts = max(found.num_starts, sum(entry.answer is None for entry in own))
         entries += own
+    multiples = [entry.row_multiple or 0 for entry in entries if entry.answer is None]
+    found.row_multiple = max(multiples) if all(multiples) and multiples else None
     for entry in entries:
         if entry.answer:
             by_slot = found.answers.setdefault((entry.benchmark, entry.repeat), {})
@@ -289,6 +292,7 @@ class Entry:
 
     load: float | None
     gpu_use: int | None = None
+    row_multiple: int | None = None
     benchmark: str = ""
     repeat: int = 0
     place: int = 0

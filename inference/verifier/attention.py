@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from drafters.tree import DraftTree
+from inference.verifier.bitwise import carrier, row_groups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +49,7 @@ class TreeAttention:
         self.device, self.dtype = model.device, model.dtype
         self.spans = attention_spans(config)  # positions of a window or chunk, for each kind of attention
         # sdpa reads a missing mask as causal attention, eager as no mask at all.
-        self._is_causal_without_mask = config._attn_implementation != "eager"
+        self._is_causal_without_mask = not config._attn_implementation.startswith("eager")
         self._end, self._border = config.max_position_embeddings, longrope_border(config)
         # Phi-3's `generate` computes the whole text again at the border, others only what they have not cached.
         own_inputs = type(model).prepare_inputs_for_generation
@@ -61,6 +62,7 @@ class TreeAttention:
         start: int,
         cache: Cache,
         positions: Sequence[int] | None = None,
+        row_multiple: int | None = None,
     ) -> Fed:
         """Feed P pending tokens and M nodes behind ``start`` positions of the cache.
 
@@ -74,11 +76,25 @@ class TreeAttention:
             cat      x     x    x
             sat      x     x    x    x
             dog      x     x              x
+
+        With a ``row_multiple``, each row attends as `inference.verifier.bitwise` says, and copies of the root, which
+        nobody sees, fill the rows up to a multiple.
         """
         root = start + len(pending) - 1
         positions = positions or [*range(start, root + 1), *(root + depth for depth in tree.depths)]
-        fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)  # one copy to the device
-        return Fed(fed[:1], fed[1:], self._masks(len(pending), tree, start, cache, fed[1], max(positions) + 1), cache)
+        num_fillers = -len(positions) % (row_multiple or 1)
+        tokens = [*pending, *tree.tokens, *[pending[-1]] * num_fillers]
+        fed = torch.tensor([tokens, [*positions, *[root] * num_fillers]], device=self.device)  # one copy to the device
+        if row_multiple is None:
+            masks = self._masks(len(pending), tree, start, cache, fed[1], max(positions) + 1)
+        else:
+            masks = {
+                kind: carrier(
+                    row_groups(len(pending), tree, start, partial(first_visible, kind, span)), len(tokens), start
+                )
+                for kind, span in self.spans.items()
+            }
+        return Fed(fed[:1], fed[1:], masks, cache)
 
     def _masks(
         self, num_pending: int, tree: DraftTree, start: int, cache: Cache, positions: Tensor, end: int
@@ -124,11 +140,11 @@ class TreeAttention:
         return self._border is None or length <= self._border
 
 
-def first_visible(kind: str, span: int, positions: Tensor) -> Tensor:
+def first_visible(kind: str, span: int, positions: Any) -> Any:
     """The first position that a token at each of the positions (R,) may see, with this kind of attention."""
     if kind == "chunked_attention":
         return positions - positions % span
-    return positions - span + 1 if kind == "sliding_attention" else torch.zeros_like(positions)
+    return positions - span + 1 if kind == "sliding_attention" else 0 * positions
 
 
 def visible_rows(num_pending: int, parents: tuple[int, ...]) -> np.ndarray:

@@ -64,6 +64,8 @@ class Base(_Sizes):
         tokenizer: Its tokenizer.
         check: Whether a runner compares its logits with the model's own (`check_base`).
         prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
+        bitwise: Whether a runner computes bit-identical rows (`inference.verifier.bitwise`), where that works. By
+            default it does in bfloat16 and float16 on a CPU, in which texts would differ otherwise.
     """
 
     name: str
@@ -71,6 +73,13 @@ class Base(_Sizes):
     tokenizer: PreTrainedTokenizerBase
     check: bool = True
     prefill_chunk: int = PREFILL_CHUNK
+    bitwise: bool | None = None
+
+    @property
+    def wants_bitwise(self) -> bool:
+        """Whether a runner computes bit-identical rows, if it can."""
+        is_half = self.model.dtype in (torch.bfloat16, torch.float16)
+        return is_half and self.model.device.type == "cpu" if self.bitwise is None else self.bitwise
 
     @property
     def config(self) -> PretrainedConfig:  # type: ignore[override]  # nobody sets it
@@ -188,6 +197,7 @@ def load_base(
     check: bool = True,
     packed: bool = False,
     prefill_chunk: int = PREFILL_CHUNK,
+    bitwise: bool | None = None,
 ) -> Base:
     """Load a frozen base from a local folder or a hub id.
 
@@ -199,6 +209,7 @@ def load_base(
         check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
         packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
         prefill_chunk: See `Base`.
+        bitwise: See `Base`.
 
     Raises:
         ValueError: The base cannot be loaded; the message says what to do.
@@ -232,7 +243,7 @@ def load_base(
     model = model.to(device).eval().requires_grad_(False)
     if packed:
         pack_weights(model)
-    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk)
+    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
 
 
 def load_base_info(name: str) -> BaseConfig:

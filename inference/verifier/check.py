@@ -12,8 +12,9 @@ from torch import Tensor
 
 from data.files import cause_of
 from drafters.protocol import RequiredOutputs
-from drafters.tree import DraftTree
+from drafters.tree import ROOT, DraftTree, Growth
 from inference.verifier.attention import attention_spans, longrope_border
+from inference.verifier.bitwise import BLOCK, MAX_DEPTH, SUFFIX
 from inference.verifier.layers import takes_argument
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
 NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
+MULTIPLES = (1, 2, 4, 8, 16, 32)  # numbers of rows that `row_multiple` tries,
+PATH_LENGTH, TREE_SIZES = 6, (6, 9, 16, 40, 63)  # and the trees that it tries them with
 # Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
 # limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
 EXACT_LIMITS = 2e-5, 1e-3
@@ -42,7 +45,8 @@ def check_config(base: Base) -> None:
     for size in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
         if not isinstance(getattr(config, size, None), int):
             raise ValueError(f"{base.name} has no {size} in its config: not supported")
-    if (attention := getattr(config, "_attn_implementation", None)) not in (None, "sdpa", "eager"):
+    attention = getattr(config, "_attn_implementation", None)
+    if attention and attention.removesuffix(SUFFIX) not in ("sdpa", "eager"):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
     if not takes_argument(unwrap(model).__class__, "position_ids"):
         raise ValueError(f"{base.name} takes no position_ids, so draft trees cannot be fed to it: not supported")
@@ -216,3 +220,82 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
         raise ValueError(
             f"{base.name} is not supported: {where} fails ({type(error).__name__}: {cause_of(error)})"
         ) from error
+
+
+# ---- bit-identical rows
+
+
+def row_multiple(runner: Any) -> int | None:
+    """Switch the model of a runner to `attend`, and return its `measure_row_multiple`, measured once for each state."""
+    model = runner.base.model
+    known = model.__dict__.setdefault("_drafters_row_multiples", {})
+    own = runner.causal_lm.config._attn_implementation
+    if own in ("sdpa", "eager"):
+        runner.causal_lm.config._attn_implementation = own + SUFFIX
+    state = model_state(model), torch.get_num_threads()
+    if state not in known:
+        try:
+            known[state] = measure_row_multiple(runner)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # a model whose layers do something else with the mask; each raises errors of its own
+            known[state] = None
+    if known[state] is None:
+        runner.causal_lm.config._attn_implementation = own
+    return known[state]
+
+
+def measure_row_multiple(runner: Any) -> int | None:
+    """Find the smallest number of whose multiples a runner must feed its rows to keep their bits, if there is one.
+
+    Compared are the logits of a random text: token by token behind a prompt that is read in one piece, and in draft
+    trees of several sizes behind a prompt that is read in two. The answer depends on the model, its dtype and device,
+    on packed weights and on the number of threads.
+    """
+    length = min(2 * MAX_DEPTH + BLOCK - 4, runner.context_length - PATH_LENGTH - 1)  # the trees cross a border
+    chance = random.Random(0)
+    text = [chance.randrange(runner.vocab_size) for _ in range(max(length, 2) + PATH_LENGTH)]
+    trees = [_tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
+    trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in (1, 2, 3, 5)]
+    try:
+        for multiple in MULTIPLES:
+            runner.row_multiple = multiple
+            if _rows_agree(runner, text, trees):
+                return multiple
+        return None
+    finally:
+        runner.row_multiple = None
+        runner.reset()
+
+
+def _rows_agree(runner: Any, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]]) -> bool:
+    """Whether each node of the trees that is in the text, and the root, has the logits of decoding token by token."""
+    root = len(text) - PATH_LENGTH - 1
+    runner.reset()
+    single = []
+    for piece in (text[:root], *([token] for token in text[root:])):
+        single.append(runner.forward(piece, DraftTree(), NOTHING).logits[0])
+        runner.commit([])
+    runner.reset()
+    for piece in (text[: root // 2], text[root // 2 : root]):
+        runner.forward(piece, DraftTree(), NOTHING)
+        runner.commit([])
+    for tree, nodes in trees:
+        logits = runner.forward(text[root : root + 1], tree, NOTHING).logits[[0, *(1 + node for node in nodes)]]
+        runner.rollback()
+        if not torch.equal(logits, torch.stack(single[1 : 2 + len(nodes)])):
+            return False
+    return True
+
+
+def _tree_around(
+    path: Sequence[int], num_nodes: int, vocab_size: int, chance: random.Random
+) -> tuple[DraftTree, list[int]]:
+    """A tree of about ``num_nodes`` nodes, of which all but the returned ones on the path are random."""
+    grown, node, nodes = Growth(), ROOT, list[int]()
+    for token in path:
+        for _ in range((num_nodes - len(path)) // len(path)):
+            grown.child(chance.choice([ROOT, *range(len(grown.tokens))]), chance.randrange(vocab_size))
+        node = grown.child(node, token)
+        nodes.append(node)
+    return DraftTree(grown.tokens, grown.parents), nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -55,7 +56,7 @@ class CompiledRunner(Runner):
     """
 
     def __init__(self, base: Base) -> None:
-        super().__init__(base)
+        super().__init__(replace(base, bitwise=False))
         self._cache = self.cache = FixedCache(self.causal_lm.config.num_hidden_layers, SHORTEST)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
         super().forward([0], DraftTree(), NOTHING)  # allocates the cache

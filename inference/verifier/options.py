@@ -10,6 +10,7 @@ from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LogitsProcessor
 
 
@@ -24,12 +25,14 @@ class ModelOptions:
         device: Device to run on; auto uses the GPU if there is one.
         forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
             multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
+        bitwise: Whether texts are those of the base alone bit for bit; by default in bfloat16 and float16 on a CPU.
     """
 
     base: str = "checkpoints/tiny-chat"
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     forward: Literal["eager", "packed", "compiled"] = "eager"
+    bitwise: bool | None = None
 
     @property
     def compile(self) -> bool:
@@ -40,7 +43,11 @@ class ModelOptions:
         """Load the base; a command may compile if it passes `compile` on to `make_runner`."""
         if self.compile and not may_compile:
             raise ValueError("only eval, verify and chat have compiled steps: pass --forward eager or packed")
-        return load_base(self.base, self.dtype, resolve_device(self.device), packed=self.forward == "packed")
+        return self.load_on(resolve_device(self.device))
+
+    def load_on(self, device: torch.device) -> Base:
+        """Load the base to a device."""
+        return load_base(self.base, self.dtype, device, packed=self.forward == "packed", bitwise=self.bitwise)
 
 
 @dataclass(frozen=True)

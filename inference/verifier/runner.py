@@ -12,8 +12,9 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base
+from inference.verifier.bitwise import MAX_DEPTH
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import check_config, check_once, model_state, unwrap
+from inference.verifier.check import check_config, check_once, model_state, row_multiple, unwrap
 from inference.verifier.layers import compute_hidden_states, run_base
 
 
@@ -32,6 +33,9 @@ class Runner:
     tree, then `commit` keeps the pending tokens and the accepted path. Between steps, `truncate` cuts the sequence. A
     drafter that runs on this very base calls `forward_uncommitted`, then `rollback`.
 
+    If ``row_multiple`` is not None, the rows of all its forwards are bit-identical to those of decoding token by token;
+    see `inference.verifier.bitwise`.
+
     Raises:
         ValueError: The logits of a draft tree would not be the base's own; see `check_base`, which runs when the first
             runner of a model is made and whenever the model has changed since (`model_state`).
@@ -46,7 +50,10 @@ class Runner:
         self.context_length, self.vocab_size = base.context_length, base.model.config.vocab_size
         self.attention = TreeAttention(self.causal_lm)
         self._cache = BufferCache(base.model.config.num_hidden_layers)
+        self.row_multiple: int | None = None
         self.reset()
+        if base.wants_bitwise:
+            self.row_multiple = row_multiple(self)
         self.state = model_state(base.model)
         if base.check:
             check_once(base.model, self.state, lambda: Runner(replace(base, check=False)))
@@ -63,7 +70,8 @@ class Runner:
         """Prepare the step behind a text of this length, and return where the positions of its draft tree must end."""
         if self.attention.is_stale(length, self.cached, self._num_short):
             self.truncate(0)
-        return self.attention.end_of_positions(length)
+        end = self.attention.end_of_positions(length)
+        return end if self.row_multiple is None else min(end, length + MAX_DEPTH)
 
     @torch.inference_mode()
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
@@ -91,10 +99,13 @@ class Runner:
 
     def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
         self._num_pending = len(pending)
-        fed = self.attention.feed(pending, tree, self.cached, self._cache)
-        logits, states = run_base(self.causal_lm, fed, 1 + len(tree), layers)
-        hidden = torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None  # (P + M, F * D)
-        return ForwardOutput(logits, hidden)
+        fed = self.attention.feed(pending, tree, self.cached, self._cache, row_multiple=self.row_multiple)
+        num_fed = len(pending) + len(tree)  # without the rows that fill up a multiple
+        num_behind = fed.ids.shape[1] - len(pending) + 1  # rows from the root on
+        num_logits = min(num_behind + -num_behind % (self.row_multiple or 1), fed.ids.shape[1])
+        logits, states = run_base(self.causal_lm, fed, num_logits, layers)
+        hidden = torch.cat([states[layer][0, :num_fed] for layer in layers], dim=-1) if layers else None
+        return ForwardOutput(logits[num_logits - num_behind :][: 1 + len(tree)], hidden)  # hidden (P + M, F * D)
 
     def forward_at(self, tokens: Sequence[int], positions: Sequence[int], num_logits: int) -> Tensor:
         """Run the base over a text at any rising positions, with an empty cache, and return its last logits."""

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +48,10 @@ def ignore_the_tree(pending, parents, *place):
     return causal_tree_mask(pending + len(parents), (), *place)
 
 
+def see_all_nodes_before(tree):
+    return np.tri(len(tree), dtype=bool)
+
+
 def keep_the_first(cache, length, moved, keep=BufferCache.keep):
     keep(cache, length + len(moved), [])
 
@@ -65,7 +70,11 @@ def count_from_the_root(tree):
 
 # An error, the family and the comparison that find it, and what is replaced by what.
 WRONG = {
-    "mask": ("LLaMA", "a draft tree", [(attention, "_kept_mask", ignore_the_tree)]),
+    "mask": (
+        "LLaMA",
+        "a draft tree",
+        [(attention, "_kept_mask", ignore_the_tree), (DraftTree, "ancestor_mask", see_all_nodes_before)],
+    ),
     "positions": ("LLaMA", "a draft tree", [(DraftTree, "depths", property(count_from_the_root))]),
     "commit": ("LLaMA", "after an accepted draft", [(BufferCache, "keep", keep_the_first)]),
     "window": ("Mistral, sliding window", "a plain forward", [(attention, "attention_spans", see_one_more)]),

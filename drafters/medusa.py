@@ -110,7 +110,6 @@ class HeadDrafter(LearnedDrafter):
 
     At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
     have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
-
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together

@@ -97,7 +97,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = layer
-        self._cache: DraftCache | None = None
+        self._cache = DraftCache(2, draft.window)
 
     # ---- defined by a subclass
 
@@ -143,10 +143,9 @@ class AutoregressiveDrafter(LearnedDrafter):
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        assert self._cache is not None, "begin() comes before propose()"
         if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
             return DraftTree()
-        self._cache_pairs(seq, self._cache, self.base_weights)
+        self._cache_pairs(seq, self.base_weights)
         num_pairs = self._cache.length
         if self._cache.num_held == 0:
             return DraftTree()
@@ -161,12 +160,13 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.draft_forwards += paths.num_passes
         return tree
 
-    def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
+    def _cache_pairs(self, seq: Sequence[int], base_weights: BaseWeights) -> None:
         """Cache the pairs of observed states, now that their next tokens are known.
 
         The layer's inputs are cached too, because after a rewind the last remaining pair is the one before a root
         again.
         """
+        cache = self._cache
         if (hidden := cache.take_observed()) is None:
             return
         states = self.enter(hidden[None].to(self.dtype))  # (1, n, D)
@@ -178,12 +178,10 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        assert self._cache is not None, "begin() comes before observe()"
         self._cache.observe(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
-        if self._cache is not None:
-            self._cache.rewind(length)
+        self._cache.rewind(length)
 
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
         options, step = self.draft_options, paths.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -126,8 +127,8 @@ class ANPD(_NgramIndex):
     """
 
     def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True) -> None:
-        if order < 2 or num_draft < 1:
-            raise ValueError(f"order must be at least 2 and num_draft at least 1, got {order} and {num_draft}")
+        check_at_least(2, order=order)
+        check_at_least(1, num_draft=num_draft)
         super().__init__(shortest=2, longest=order)
         self.order, self.num_draft, self.update = order, num_draft, update
 
@@ -189,8 +190,7 @@ class PromptLookup(_NgramIndex):
     """
 
     def __init__(self, max_ngram: int = 3, num_draft: int = 10, partial: bool = True) -> None:
-        if max_ngram < 1 or num_draft < 1:
-            raise ValueError(f"max_ngram and num_draft must be at least 1, got {max_ngram} and {num_draft}")
+        check_at_least(1, max_ngram=max_ngram, num_draft=num_draft)
         super().__init__(shortest=1, longest=max_ngram)
         self.max_ngram, self.num_draft, self.partial = max_ngram, num_draft, partial
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftSession
 from drafters.training_free.ngram import Gram, NgramPool
@@ -60,10 +61,8 @@ class Ouroboros(Drafter):
         history: bool = True,
         drop_last: bool = False,
     ) -> None:
-        if num_draft < 1 or num_phrases < 1 or level < 3:
-            raise ValueError(
-                f"need num_draft >= 1, num_phrases >= 1 and level >= 3, not {num_draft}, {num_phrases} and {level}"
-            )
+        check_at_least(1, num_draft=num_draft, num_phrases=num_phrases)
+        check_at_least(3, level=level)
         self.inner, self.pool = inner, pool
         self.num_draft, self.num_phrases, self.level = num_draft, num_phrases, level
         self.lengthen, self.verify_phrases, self.history, self.drop_last = lengthen, verify_phrases, history, drop_last

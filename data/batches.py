@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     return batch
 
 
+@dataclass(eq=False)
 class BucketSampler:
     """Batch sampler that groups rows of similar length and splits every batch over the ranks.
 
@@ -56,25 +58,20 @@ class BucketSampler:
         max_tokens: Largest number of tokens per batch and rank, padding included. None sets no limit.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        is_shuffled: bool = True,
-        max_tokens: int | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size is {batch_size}: a batch has at least 1 conversation")
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.is_shuffled = is_shuffled
-        self.budget = TokenBudget(lengths, batch_size, max_tokens, world_size) if max_tokens is not None else None
+    lengths: Sequence[int]
+    batch_size: int
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    is_shuffled: bool = True
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"data.batch_size is {self.batch_size}: a batch has at least 1 conversation")
+        limit, self.budget = self.max_tokens, None
+        if limit is not None:
+            self.budget = TokenBudget(self.lengths, self.batch_size, limit, self.world_size)
         self.epoch = 0
         self.start = 0  # number of batches to skip at the next iteration, set when a run resumes inside an epoch
         self.sampler = self  # Lightning calls set_epoch on `batch_sampler.sampler`, not on a batch sampler

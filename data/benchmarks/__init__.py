@@ -56,9 +56,7 @@ def length_cap(name: str) -> int:
     return find_benchmark(name)[0].max_new_tokens
 
 
-def load_questions(
-    name: str, questions: str | None = None, offset: int = 0, limit: int | None = None
-) -> list[Question]:
+def load_questions(name: str, questions: str | None = None) -> list[Question]:
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
     Args:
@@ -66,28 +64,23 @@ def load_questions(
         questions: A JSONL (also .gz), JSON or Parquet file with the columns of the benchmark or of its copy on the hub.
             wmt16 also reads two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
             ``FILE,TRAIN_FILE``. By default the questions come from the hub.
-        offset: Number of questions to skip.
-        limit: Largest number of questions to load. By default all are loaded.
 
     Raises:
-        ValueError: The benchmark is unknown, cannot be reached or is malformed, or no question is selected.
+        ValueError: The benchmark is unknown, cannot be reached or is malformed, or has no question.
     """
     benchmark, style = find_benchmark(name)
-    if offset < 0 or (limit is not None and limit < 1):
-        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
     files = [questions] if questions and Path(questions).expanduser().is_file() else (questions or "").split(",")
     files = [file for file in files if file]
     num_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
     if len(files) > num_files + bool(style.num_shots) or 0 < len(files) < num_files:
         raise ValueError(f"{questions}: {len(files)} files are too many or too few for {name}")
-    if len(files[:num_files]) > 1:
+    if num_files > 1:
         rows = _parallel_rows(files[:num_files], benchmark.parallel)
     else:
         rows = _rows(name, files[0] if files else benchmark.source)
     loaded = _read(name, rows, benchmark.ids)
-    chosen = loaded[offset:][:limit]
-    if not chosen:
-        raise ValueError(f"no question selected: {name} has {len(loaded)}, offset is {offset}, limit is {limit}")
+    if not loaded:
+        raise ValueError(f"{questions or benchmark.source} holds no question of {name}: give another file")
     shots: list[Question] = []
     if style.num_shots:
         others = files[num_files:] or (files if benchmark.shot_ids else [])
@@ -98,7 +91,7 @@ def load_questions(
         shots = _read(name, rows, benchmark.shot_ids)[: style.num_shots]
         if len(shots) < style.num_shots:
             raise ValueError(f"{name} shows {style.num_shots} examples, but the files hold only {len(shots)}")
-    return [style.put(question, shots) for question in chosen]
+    return [style.put(question, shots) for question in loaded]
 
 
 def _rows(name: str, source: str | None) -> Rows:

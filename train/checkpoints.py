@@ -92,7 +92,8 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     Returns:
         The path, or None if there is no checkpoint at all.
     """
-    names = sorted((path for folder in set(folders) for path in Path(folder).glob("*.ckpt")), key=_is_last)
+    found = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
+    names = sorted(found, key=lambda path: path.stem == "last")
     # A file with two names keeps `last`, which comes last in the list.
     unique = {path.resolve(): path for path in names if path.exists()}
     for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -106,10 +107,6 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     if unique:
         raise ValueError(f"no checkpoint in {names[0].parent} can be resumed: delete them to start over")
     return None
-
-
-def _is_last(path: Path) -> bool:
-    return path.stem == "last"
 
 
 # ---- reading

@@ -87,8 +87,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    matrices, vectors = ([each for each in parameters if (each.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 
@@ -147,12 +146,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; a closure is called first, with gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, as one of a `JointOptimizer`, which calls the closure."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
@@ -165,7 +160,6 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonalised(weight.grad.lerp(average, momentum))
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
-        return loss
 
 
 def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:

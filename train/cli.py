@@ -244,11 +244,7 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 
 
 def find_config(name: str) -> str:
-    """Return the path of a config: a file of that name, or else the config of that name in configs/.
-
-    Raises:
-        ValueError: Neither exists.
-    """
+    """Return the path of a config: a file of that name, or else the one in configs/; ValueError if there is neither."""
     if not Path(name).is_file() and not (CONFIGS / name).is_file():
         known = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
         raise ValueError(f"no config {name!r}: give a file, or one of configs/: {known}")

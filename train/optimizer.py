@@ -32,19 +32,16 @@ def muon(module: L.LightningModule, learning_rate: float, weight_decay: float) -
     """
     if isinstance(module.trainer.strategy, FSDP2) or is_deepspeed(module.trainer):
         raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
-    linear = {id(weight) for layer in module.modules() for weight in _linear_maps(layer)}
+    linear: set[int] = set()
+    for layer in module.modules():
+        names = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_maps", ())
+        linear |= {id(getattr(layer, name)) for name in names}
     inner: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (inner if id(parameter) in linear and "lm_head" not in name else others).append(parameter)
     return JointOptimizer(Muon(inner, learning_rate, weight_decay), _adamw(others, learning_rate, weight_decay))
-
-
-def _linear_maps(layer: nn.Module) -> list[nn.Parameter]:
-    """The matrices of a layer that multiply its input."""
-    names = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_maps", ())
-    return [getattr(layer, name) for name in names]
 
 
 OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}

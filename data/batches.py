@@ -47,24 +47,15 @@ class BucketSampler:
 
     The order depends only on the seed and the epoch. No row is dropped: rows are repeated until every rank has the same
     number of batches of the same size. Every epoch has the same number of batches, because Lightning asks only once.
-
-    Args:
-        lengths: Number of tokens of each row.
-        batch_size: Largest number of rows per batch and rank.
-        seed: Seed of the shuffling.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        is_shuffled: If false, every epoch has the same order, with the longest rows last.
-        max_tokens: Largest number of tokens per batch and rank, padding included. None sets no limit.
     """
 
-    lengths: Sequence[int]
-    batch_size: int
+    lengths: Sequence[int]  # number of tokens of each row
+    batch_size: int  # largest number of rows per batch and rank
     seed: int = 0
-    rank: int = 0
-    world_size: int = 1
-    is_shuffled: bool = True
-    max_tokens: int | None = None
+    rank: int = 0  # of this process
+    world_size: int = 1  # number of ranks
+    is_shuffled: bool = True  # if false, every epoch has the same order, with the longest rows last
+    max_tokens: int | None = None  # largest number of tokens per batch and rank, padding included
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

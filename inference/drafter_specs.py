@@ -104,8 +104,7 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> S
 def make(spec: str, runner: Runner) -> Drafter:
     """Build the drafter that a spec names, ready to decode with the base of ``runner``.
 
-    Raises:
-        ValueError: A name or option is unknown, a file missing or damaged, or the drafter fits another base.
+    Raises ValueError if a name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
     parts, base = split(spec), runner.base
     build, learned_class = parts.registration.build, parts.registration.learned_class
@@ -122,8 +121,7 @@ def make(spec: str, runner: Runner) -> Drafter:
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
 
-    Raises:
-        ValueError: As `make`, or the drafter reads more than tokens, which needs the base's model.
+    Raises ValueError as `make` does, or if the drafter reads more than tokens, which needs the base's model.
     """
     parts, needs = split(spec), "the base's model"
     if not (parts.registration.learned_class or _reads_model(parts.registration)):
@@ -222,8 +220,7 @@ def name_of(config: DrafterConfig) -> str:
 def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     """The configuration of a trained drafter, with the options of its spec in it.
 
-    Raises:
-        ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
+    Raises ValueError if the folder holds no such drafter, it fits another base, or decoding may not set an option.
     """
     (name, folder, _), drafter_class = parts, parts.registration.learned_class
     assert drafter_class is not None, "only drafters with weights have a configuration"

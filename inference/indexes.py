@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from rich.progress import TaskProgressColumn
 
 from data.sources import read_texts, text_paths
 from data.tokenizer import load_tokenizer, tokenizer_hash
+from drafters.checks import check_at_least
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.suffix_array import SuffixArray, check_depth
 from inference.runs import new_file, progress_bars
@@ -57,8 +59,7 @@ def index(
         depth: Number of tokens by which a datastore is sorted; rest's longest match and draft together.
         overwrite: Replace an existing file.
     """
-    if min_count < 1 or top < 1:
-        raise ValueError(f"min_count and top must be at least 1, not {min_count} and {top}")
+    check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
     path = new_file(out, overwrite)
     text_paths(files)
@@ -94,7 +95,7 @@ def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance
         complete.
     """
     size = sum(path.stat().st_size for path in text_paths(files))
-    with progress_bars("percent") as bars:
+    with progress_bars(TaskProgressColumn()) as bars:
         reading, working = bars.add_task("read", total=size), bars.add_task(title, total=total)
 
         def complete_work(amount: int) -> None:
@@ -106,15 +107,10 @@ def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance
 
 
 def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advance) -> Iterator[list[int]]:
-    """Yield the token ids of each document, without special tokens.
+    """Yield the token ids of each document of `read_texts`, without special tokens.
 
-    Args:
-        files: Text files, as for `read_texts`.
-        tokenizer: Tokenizer of the base.
-        advance: Called with the number of characters of each batch.
-
-    Raises:
-        ValueError: The files contain no text, or `read_texts` rejects one.
+    ``advance`` is called with the number of characters of each batch. Raises ValueError if the files contain no text,
+    or `read_texts` rejects one.
     """
     texts, is_empty = read_texts(files), True
     for batch in iter(lambda: list(islice(texts, BATCH_SIZE)), []):

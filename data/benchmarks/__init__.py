@@ -59,14 +59,13 @@ def length_cap(name: str) -> int:
 def load_questions(name: str, questions: str | None = None) -> list[Question]:
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
+    Raises ValueError if the benchmark is unknown, cannot be reached or is malformed, or has no question.
+
     Args:
         name: One of `BENCHMARKS`, with ``:STYLE`` appended for a prompt style other than the first.
         questions: A JSONL (also .gz), JSON or Parquet file with the columns of the benchmark or of its copy on the hub.
             wmt16 also reads two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
             ``FILE,TRAIN_FILE``. By default the questions come from the hub.
-
-    Raises:
-        ValueError: The benchmark is unknown, cannot be reached or is malformed, or has no question.
     """
     benchmark, style = find_benchmark(name)
     files = [questions] if questions and Path(questions).expanduser().is_file() else (questions or "").split(",")

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import PromptLookup
@@ -77,8 +78,9 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, inner: DraftSession, num_draft: int = 5, threshold: float = 0.0) -> None:
-        if num_draft < 1 or not 0 <= threshold < 1:
-            raise ValueError(f"need num_draft >= 1 and 0 <= threshold < 1, not {num_draft} and {threshold}")
+        check_at_least(1, num_draft=num_draft)
+        if not 0 <= threshold < 1:
+            raise ValueError(f"threshold must be at least 0 and below 1, not {threshold}")
         self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
         self.remembers, self.samples_drafts = inner.remembers, inner.samples_drafts
         self.draft_forwards = inner.forwards

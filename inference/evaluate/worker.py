@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing import connection
@@ -57,7 +57,7 @@ class Worker:
     def run(self, path: Path, load: float | None, repeat: int, benchmarks: list[str]) -> Iterator[bool]:
         """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
         plan, conditions = self.plan, self.plan.conditions
-        with Journal(path, plan.settings) as journal:
+        with Journal(path, asdict(conditions)) as journal:
             entries = read_entries(journal)
             for benchmark in benchmarks:
                 own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
@@ -261,7 +261,7 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
     """Read the journals of all processes."""
     found, entries = CollectedAnswers(plan), []
     for number in range(len(plan.conditions.devices)):
-        own = read_entries(Journal(journal_path(folder, number), plan.settings))
+        own = read_entries(Journal(journal_path(folder, number), asdict(plan.conditions)))
         found.num_starts = max(found.num_starts, sum(entry.answer is None for entry in own))
         entries += own
     for entry in entries:

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from data.tokenizer import find_base, split_revision
 from drafters import checkpoint
+from drafters.checks import check_at_least
 from drafters.parallel import ParallelDrafter
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig, load_base_info
@@ -74,11 +75,9 @@ def make_launch(
 ) -> Launch:
     """Return how vLLM is started with a drafter, or for None with the base alone; see `serve_command`.
 
-    Raises:
-        ValueError: vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
+    Raises ValueError if vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
     """
-    if num_tokens is not None and num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
+    check_at_least(1, num_tokens=1 if num_tokens is None else num_tokens)
     package, installed = installed_vllm()
     if installed:
         served_drafter.check_version(installed)

@@ -35,8 +35,7 @@ class FedBatch:
     def of(cls, metadata: Any, positions: Tensor, block_size: int) -> FedBatch:
         """Read the attention metadata of a forward; ``positions`` (N,) are those of its tokens.
 
-        Raises:
-            ValueError: The attention backend tells no block table of this block size.
+        Raises ValueError if the attention backend tells no block table of this block size.
         """
         table = getattr(metadata, "block_table", None)
         if table is not None:
@@ -117,11 +116,9 @@ class ParallelProposer(Proposer):
     """Serves a CTC or block drafter; ``drafter`` is the folder that `drafters export` wrote.
 
     vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
-    they belong from the attention metadata of the same forward.
-
-    Raises:
-        ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,
-            or the engine runs compiled or spreads the base's layers over processes.
+    they belong from the attention metadata of the same forward. Raises ValueError if the folder is missing or damaged,
+    the drafter is of another kind or was trained for another base, or the engine runs compiled or spreads the base's
+    layers over processes.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -130,7 +127,8 @@ class ParallelProposer(Proposer):
         folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
         drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
         self.drafter = cast(ParallelDrafter, drafter)
-        if self.drafter.tokens_in_context and _takes_embeddings(vllm_config):
+        model: Any = vllm_config.model_config  # with embeddings for images, and for prompts of embeddings
+        if self.drafter.tokens_in_context and (model.is_multimodal_model or model.enable_prompt_embeds):
             raise ValueError(
                 f"{self.base.name} takes embeddings in place of tokens in vLLM, and the drafter reads tokens: "
                 "train one with tokens_in_context: false"
@@ -143,8 +141,7 @@ class ParallelProposer(Proposer):
     def load_model(self, target_model: nn.Module) -> None:
         """Attach the base's embedding and LM head, and a hook that reads its hidden states.
 
-        Raises:
-            ValueError: The model does not give out the hidden states that the drafter reads.
+        Raises ValueError if the model does not give out the hidden states that the drafter reads.
         """
         model: Any = target_model
         try:
@@ -237,12 +234,6 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
 
 
-def _takes_embeddings(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM hands the base embeddings instead of tokens, as it does for images and for prompts of embeddings."""
-    model: Any = vllm_config.model_config
-    return bool(model.is_multimodal_model or model.enable_prompt_embeds)
-
-
 def _whole(weight: Tensor) -> Tensor:
     """All rows of an embedding or LM head (V, D), of which each process has a part under tensor parallelism.
 
@@ -254,11 +245,7 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 def _only_group(metadata_by_layer: Any) -> Any:
-    """The attention metadata that all layers share.
-
-    Raises:
-        ValueError: Layers keep their caches in different blocks, as with sliding windows.
-    """
+    """The attention metadata that all layers share; ValueError if they keep caches in different blocks (windows)."""
     different = {id(metadata): metadata for metadata in metadata_by_layer.values()}
     if len(different) != 1:
         raise ValueError("vLLM keeps this base's layers in several KV cache groups, which the drafter cannot follow")

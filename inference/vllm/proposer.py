@@ -31,10 +31,8 @@ class Proposer(ABC):
         --speculative-config '{"method": "custom_class", "model": "MODULE.CLASS", "num_speculative_tokens": 6}'
         --additional-config '{"drafter": "FOLDER"}'
 
-    vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed.
-
-    Raises:
-        ValueError: The drafter is missing or does not fit the base, or vLLM would verify it wrongly.
+    vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed. Raises
+    ValueError if the drafter is missing or does not fit the base, or vLLM would verify it wrongly.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:

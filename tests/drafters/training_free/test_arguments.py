@@ -18,7 +18,6 @@ from drafters import (
 )
 
 STORE = SuffixArray.build([[1, 2, 3]], depth=26)
-DRAFT = "need num_draft >= 1 and 0 <= threshold < 1"
 REFUSED = [
     *((kind, given, "at least") for kind, given in ((ANPD, {"order": 1}), (ANPD, {"num_draft": 0}))),
     *((PromptLookup, {name: 0}, "at least") for name in ("max_ngram", "num_draft")),
@@ -31,9 +30,9 @@ REFUSED = [
     (SelfDraft, {"branch_len": 4}, "branch_len must be at least 5"),
     (SelfDraft, {"branch_len": 2, "gram": 1}, "branch_len must be at least 3"),
     *(
-        (kind, given, DRAFT)
+        (kind, {name: given}, f"{name} must be at least")
         for kind in (DraftModel, SelfSpeculative)
-        for given in ({"num_draft": 0}, {"threshold": 1.0})
+        for name, given in (("num_draft", 0), ("threshold", 1.0))
     ),
     *((Ouroboros, {name: 0}, f"{name} must be at least") for name in ("num_draft", "num_phrases", "level")),
     *((REST, {name: 0}, "must be at least 1") for name in ("num_draft", "shortest", "num_hits", "length")),

@@ -83,12 +83,3 @@ def test_a_text_is_compared_in_full_with_its_own_drafter_only(monkeypatch):
     Counting.begun = 0
     followers.propose([np.append(text, 9) for text in reversed(texts)], LIMITS)
     assert len(compared) == len(texts) and Counting.begun == 0
-
-
-def test_after_forgetting_every_text_has_a_new_drafter():
-    followers = Followers(Counting)
-    followers.propose([np.array([1, 2, 3])], LIMITS)
-    followers.forget()
-    Counting.begun = 0
-    followers.propose([np.array([1, 2, 3, 4])], LIMITS)
-    assert (Counting.begun, len(followers)) == (1, 1)

@@ -17,7 +17,7 @@ from data.tokenizer import find_folder
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter, RequiredOutputs
-from drafters.registry import Registration, class_path, full_path, register, registered
+from drafters.registry import Registration, find_class, learned, register, registered
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.budget import Budgeted
@@ -210,11 +210,8 @@ def drafter_folder(name: str) -> Path:
 
 def name_of(config: DrafterConfig) -> str:
     """Return the name of an exported drafter in specs, such as ctc; raises ValueError if it is not registered."""
-    for name, registration in registered().items():
-        kind = registration.learned_class
-        if kind and config.class_path in (class_path(kind), full_path(kind)):
-            return name
-    raise ValueError(f"{config.class_path} is not registered: import its module by DRAFTERS_MODULES")
+    kind = find_class(config.class_path)
+    return next(name for name, known in learned().items() if known is kind)
 
 
 def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
@@ -227,10 +224,11 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
     config = checkpoint.read_config(drafter_folder(folder))
-    if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
+    if find_class(config.class_path) is not drafter_class:
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
-    init_args, defaults = config.nested_init_args(), recipe.draft_defaults(drafter_class)
+    init_args = recipe.nested(config.init_args, recipe.groups(drafter_class))  # also of a recipe in one line
+    defaults = recipe.draft_defaults(drafter_class)
     fixed = recipe.training_defaults(drafter_class)
     fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
     for key, _ in parts.pairs:
@@ -388,7 +386,7 @@ def merged(
     """
     found = drafter_folder(folder)
     name = name_of(checkpoint.read_config(found))
-    learned = _make_learned(Spec(name, str(found), f"num_nodes={3 * num_nodes}"), runner.base)
+    drafter = _make_learned(Spec(name, str(found), f"num_nodes={3 * num_nodes}"), runner.base)
     table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
     ngrams = drafters.Joint(order=order, history=history, runner_up=runner_up, corpus=table)
-    return drafters.Merged(learned, ngrams, num_nodes, min_probability)
+    return drafters.Merged(drafter, ngrams, num_nodes, min_probability)

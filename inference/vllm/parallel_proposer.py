@@ -123,7 +123,12 @@ class ParallelProposer(Proposer):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        _check_engine(vllm_config)
+        if not vllm_config.model_config.enforce_eager:
+            raise ValueError(
+                "the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager"
+            )
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
         folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
         drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
         self.drafter = cast(ParallelDrafter, drafter)
@@ -223,15 +228,6 @@ class ParallelProposer(Proposer):
             trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
-
-
-def _check_engine(vllm_config: VllmConfig) -> None:
-    """Raise ValueError if vLLM runs the base in a way in which the hook does not see its hidden states."""
-    parallel: Any = vllm_config.parallel_config
-    if not vllm_config.model_config.enforce_eager:
-        raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
 
 
 def _whole(weight: Tensor) -> Tensor:

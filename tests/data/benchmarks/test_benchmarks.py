@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from data import embedded
-from data.benchmarks import BENCHMARKS, Checks, Question, find_benchmark, length_cap, load_questions
+from data.benchmarks import BENCHMARKS, Question, find_benchmark, length_cap, load_questions
+from data.benchmarks.question import Checks
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]

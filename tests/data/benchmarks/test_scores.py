@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data.benchmarks import Checks, Question, load_questions, mathematics, needs_code, needs_package, score
+from data.benchmarks import Question, load_questions, mathematics, needs_code, needs_package, score
 from data.benchmarks.mathematics import final_number
+from data.benchmarks.question import Checks
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")

@@ -215,9 +215,7 @@ class Merged(Drafter):
     def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
         """Return the tokens that may follow a node, with probabilities, and keep what both drafters say about them.
 
-        Args:
-            node: The node.
-            learned_children: For each node of the learned drafter's tree, the probabilities of its children.
+        ``learned_children`` are the probabilities of the children of each node of the learned drafter's tree.
         """
         learned = {} if node.learned is None else learned_children.get(node.learned, {})
         least = self.min_probability / node.probability

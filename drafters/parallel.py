@@ -112,16 +112,8 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`.
-
-    Args:
-        base: Dimensions of the base.
-        trunk: The network.
-        num_labels: U, number of next tokens that a draft is trained on.
-        loss: Options of the loss.
-        draft: Options of the draft tree.
-        frames_differ: Whether each frame has its own input embedding. Otherwise all but frame 0 share one, as in
-            DFlash.
+    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`. A draft is trained on
+    ``num_labels`` next tokens, U. Each frame has its own input embedding, or all but frame 0 share one, as in DFlash.
     """
 
     markov: Markov | BaseMarkov | None

@@ -90,9 +90,7 @@ def index(
 def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance, Advance]]:
     """Show a bar for reading the files and one for the work that follows.
 
-    Yields:
-        A function to call with the number of characters just read, and one to call with the part of ``total`` that is
-        complete.
+    Yields a function to call with the number of characters just read, and one for the part of ``total`` that is done.
     """
     size = sum(path.stat().st_size for path in text_paths(files))
     with progress_bars(TaskProgressColumn()) as bars:
@@ -128,13 +126,10 @@ def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advan
 def count(
     tokens: np.ndarray, min_count: int = 6, top: int = 20, complete: Advance = lambda length: None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arrays of a `CorpusTable`: the n-grams that follow each context at least ``min_count`` times.
+    """Return the arrays of a `CorpusTable`: the ``top`` n-grams that follow each context ``min_count`` times or more.
 
-    Args:
-        tokens: (S,) int32, the documents with `BORDER` between them.
-        min_count: Leave out n-grams that occur less often.
-        top: Maximum number of n-grams for each context; of equally frequent ones, those with smaller token ids.
-        complete: Called with each of the eight lengths when its n-grams are counted.
+    Of equally frequent ones, those with smaller token ids are taken. The tokens (S,) int32 are the documents with
+    `BORDER` between them. ``complete`` is called with each of the eight lengths when its n-grams are counted.
     """
     keys, sizes = np.empty(0, np.int64), [np.zeros(1, np.int64)]
     grams = [np.empty((0, NUM_FOLLOWING), np.int32)]

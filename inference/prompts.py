@@ -102,15 +102,8 @@ def select_questions(
     """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
 
     Raises ValueError if a prompt is empty, the template refuses a question or leaves out its system prompt or tools,
-    ``max_new_tokens`` is below 1, or no question fits.
-
-    Args:
-        base: The base that answers them.
-        benchmark: Name of the benchmark, for messages.
-        questions: All questions, in order.
-        template: Chat template, as in `encode_messages`.
-        max_new_tokens: Maximum number of new tokens per turn.
-        limit: Maximum number of questions that fit; None selects all of them.
+    ``max_new_tokens``, those of a turn, is below 1, or no question fits. The name of the benchmark is for messages. At
+    most ``limit`` questions that fit are selected, or all of them.
     """
     selected = BenchmarkPrompts(benchmark, base.context_length)
     for question in questions:

@@ -49,10 +49,8 @@ def folder_above(path: Path) -> Path:
 def fingerprint(name: str | Path | None) -> str:
     """Hash the names, sizes and samples of the content of a folder's files, or of one file.
 
-    Copies have the same fingerprint; a drafter that was trained again has another one, even under the same name.
-
-    Args:
-        name: A file, a folder, or what may be one: a hub id or None has the empty fingerprint.
+    Copies have the same fingerprint; a drafter that was trained again has another one, even under the same name. What
+    is no file or folder, such as a hub id or None, has the empty fingerprint.
     """
     path = Path(name or "").expanduser()
     if not name or not path.exists():
@@ -76,12 +74,8 @@ def progress_bars(
 ) -> Progress:
     """Rich progress bars with a description, the amount done and the time left; nothing if stderr is no terminal.
 
-    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`.
-
-    Args:
-        done: Column with the amount done, by default as items of a total.
-        rest: Column behind it, by default the time left.
-        transient: Whether the bars disappear when they are done.
+    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Other columns
+    may show the amount done, by default items of a total, and the rest; transient bars disappear when they are done.
     """
     return Progress(
         TextColumn("{task.description}", markup=False),

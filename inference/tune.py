@@ -350,9 +350,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure until all trials of the study are done, without what is known already.
 
-    Returns:
-        The options of each trial with what was measured or why it was impossible, the best first. If all were
-        impossible, this is a ValueError.
+    Returns the options of each trial with what was measured or why it was impossible, the best first; ValueError if all
+    were impossible.
     """
     from optuna.trial import TrialState
 

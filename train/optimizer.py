@@ -48,12 +48,9 @@ OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {"adamw"
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers that Lightning and learning rate schedules see as one.
+    """Several optimizers, of different parameters, that Lightning and learning rate schedules see as one.
 
     They share their parameter groups and their state with it.
-
-    Args:
-        optimizers: Optimizers of different parameters.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:

@@ -157,9 +157,7 @@ def describe_data(trainer: L.Trainer) -> dict[str, Any]:
 def correct_resume_position(loops: dict[str, Any], trainer: L.Trainer) -> None:
     """Make Lightning resume after the last batch that an optimizer step has used, with the validation that is due.
 
-    Args:
-        loops: State of the fit loop in a checkpoint, edited in place.
-        trainer: The trainer that saves the checkpoint.
+    ``loops``, the state of the fit loop in a checkpoint that the trainer saves, is edited in place.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     batch, validated = loop.batch_progress.current, loop.val_loop.batch_progress

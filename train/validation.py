@@ -18,11 +18,7 @@ Answers = Literal["greedy", "text"]
 
 
 class Acceptance(Metric):
-    """Tokens per step and accepted draft tokens, over all steps of all answers and processes.
-
-    Args:
-        max_depth: Deepest position of a draft that is counted.
-    """
+    """Tokens per step and accepted draft tokens up to a depth, over all steps of all answers and processes."""
 
     emitted: Tensor
     steps: Tensor
@@ -68,13 +64,8 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
     counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context. Raises
     ValueError if all prompts fill the base's context.
 
-    Args:
-        base: The base that answers.
-        batch: ``input_ids`` (B, S) and ``loss_mask`` (B, S).
-        max_tokens: Maximum number of tokens of an answer.
-
-    Returns:
-        The same keys on the CPU, padded on the right. Conversations without an answer are left out.
+    Takes ``input_ids`` (B, S) and ``loss_mask`` (B, S), and returns the same keys on the CPU, padded on the right.
+    Conversations without an answer are left out.
     """
     prompts = [
         ids[: spans[0][0]]

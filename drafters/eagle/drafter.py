@@ -72,14 +72,8 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     Pair p joins the state of position p with token p + 1. The layer, causal over pairs, predicts the state of position
     p + 1, from which the distribution of token p + 2 is read. Up to the root the states are the base's; below it they
-    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`.
-
-    Args:
-        base: Dimensions of the base.
-        layer: The decoder layer.
-        hidden_layers: Base layers that the states are made of.
-        draft: Options of the draft tree.
-        chunk_anchors: Anchors drafted at once on a known text.
+    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`; they are
+    made of the base's ``hidden_layers``. On a known text, ``chunk_anchors`` anchors are drafted at once.
     """
 
     def __init__(
@@ -220,14 +214,9 @@ class AutoregressiveDrafter(LearnedDrafter):
 def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.device | None = None) -> Tensor:
     """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
 
-    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path.
-    Returns (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
-
-    Args:
-        num_positions: S.
-        depth: The depth j; 0 are the base's pairs themselves.
-        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
-        device: Device of the mask.
+    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path;
+    with a window, which must exceed the depth, only to that many, its own included. Returns (S, (depth + 1) * S) bool:
+    block 0 are the base's pairs, block i those of depth i.
     """
     at = torch.arange(num_positions, device=device)
     offset = at[None] - at[:, None]  # key position - query position

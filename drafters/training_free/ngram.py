@@ -16,10 +16,8 @@ Gram = tuple[int, ...]
 class NgramPool:
     """The n-grams that followed each key token, in the order of their last insertion.
 
-    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one.
-
-    Args:
-        max_per_key: Number of n-grams kept per key; beyond it the oldest is dropped. 0 keeps all.
+    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one. Beyond ``max_per_key`` n-grams of a key the oldest
+    is dropped; 0 keeps all.
     """
 
     def __init__(self, max_per_key: int = 0) -> None:
@@ -65,11 +63,8 @@ class _NgramIndex(Drafter):
     """An index of the n-grams of a text that can be extended and rewound token by token.
 
     It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. A
-    step costs in proportion to the tokens it adds, not to the length of the text.
-
-    Args:
-        shortest: Number of tokens of the shortest n-gram.
-        longest: Number of tokens of the longest n-gram.
+    step costs in proportion to the tokens it adds, not to the length of the text. N-grams have ``shortest`` to
+    ``longest`` tokens.
     """
 
     remembers = False

@@ -31,13 +31,10 @@ MAX_SHOWN_ANSWERS = 48  # of all drafters together, which limits the size of the
 def write_page(
     path: Path, parts: Sequence[tuple[EvaluationResults, Decode | None]], plots_folder: Path | None = None
 ) -> None:
-    """Write the page.
+    """Write the page of evaluations with different conditions.
 
-    Args:
-        path: The page.
-        parts: Evaluations with different conditions, each with the function that turns its token ids into text; without
-            one, the steps of its answers are not shown.
-        plots_folder: A folder that gets the plots as PNG files too, in place of those of an earlier page.
+    Each comes with the function that turns its token ids into text; without one, the steps of its answers are not
+    shown. The folder gets the plots as PNG files too, in place of those of an earlier page.
     """
     from jinja2 import Environment
 

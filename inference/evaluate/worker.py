@@ -81,14 +81,11 @@ class Worker:
 def run(
     plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat], on_ready: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Answer all questions; yield for each answer whether it was decoded now.
+    """Answer all questions, into journals in a folder; yield for each answer whether it was decoded now.
 
-    Args:
-        plan: What is decoded.
-        folder: Folder of the journals.
-        repeats: The repeats; the next one is taken when the answers of the last one are in the journals.
-        on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
-            evaluation any more; only then old results may be deleted.
+    The next of the ``repeats`` is taken when the answers of the last one are in the journals. ``on_ready`` is called
+    once all bases and drafters are loaded, so that no mistake in the arguments can stop the evaluation any more; only
+    then old results may be deleted.
     """
     load = timing.running_threads()
     if len(plan.conditions.devices) == 1:

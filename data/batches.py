@@ -60,9 +60,9 @@ class BucketSampler:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"data.batch_size is {self.batch_size}: a batch has at least 1 conversation")
-        limit, self.budget = self.max_tokens, None
-        if limit is not None:
-            self.budget = TokenBudget(self.lengths, self.batch_size, limit, self.world_size)
+        self.budget: TokenBudget | None = None
+        if self.max_tokens is not None:
+            self.budget = TokenBudget(self.lengths, self.batch_size, self.max_tokens, self.world_size)
         self.epoch = 0
         self.start = 0  # number of batches to skip at the next iteration, set when a run resumes inside an epoch
         self.sampler = self  # Lightning calls set_epoch on `batch_sampler.sampler`, not on a batch sampler

@@ -81,7 +81,8 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    matrices, vectors = ([each for each in parameters if (each.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -139,10 +140,7 @@ def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: R
     """
     benchmark, _ = find_benchmark(name)
     pairs = [
-        (
-            question,
-            text[: min((place for stop in question.stops if (place := text.find(stop)) >= 0), default=len(text))],
-        )
+        (question, re.split("|".join(map(re.escape, question.stops)) or r"\Z", text, maxsplit=1)[0])  # up to a stop
         for question, text in zip(questions, texts, strict=True)
         if question.reference is not None
     ]

@@ -95,11 +95,6 @@ class SlotCache:
     def num_bytes(self) -> int:
         return self._rows.numel() * self._rows.element_size()
 
-    @property
-    def max_gathered(self) -> int:
-        """Number of positions that one draft may gather."""
-        return MAX_GATHERED_BYTES * self.num_slots // self.num_bytes
-
     def write(self, slots: Tensor, context: list[tuple[Tensor, Tensor]]) -> None:
         """Store the keys and values of N positions, as `Trunk.context` gives them: for each layer two (1, h, N, d)."""
         for layer, pair in enumerate(context):
@@ -221,7 +216,7 @@ class ParallelProposer(Proposer):
         assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
         device, chains = self.weights.embedding.device, dict[int, list[int]]()
         lengths = [len(text) - 1 for text in texts]  # the root is not fed yet
-        for group in groups(lengths, self.cache.max_gathered):
+        for group in groups(lengths, MAX_GATHERED_BYTES * self.cache.num_slots // self.cache.num_bytes):
             anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
             roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
             context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))

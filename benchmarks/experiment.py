@@ -197,7 +197,7 @@ def decoded_answers(
     base: Base, benchmark: str, questions: str, offset: int, limit: int | None, max_new_tokens: int, folder: Path
 ) -> list[GreedyAnswer]:
     """Return `own_answers` to the first turns of a benchmark's questions, stored in a folder."""
-    chosen = load_questions(benchmark, None if benchmark == "embedded" else questions, offset, limit)
+    chosen = load_questions(benchmark, None if benchmark == "embedded" else questions)[offset:][:limit]
     prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in chosen]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
@@ -226,10 +226,10 @@ def simulate(
         trees = draft_answer(drafter, hidden, tokens, (start, end), base.base_weights, base.eos)
         text = answer.tokens.tolist()
         for budget in budgets:
-            for step in simulated_steps(trees, text, (start, end), budget):
-                emitted[budget] += step.num_emitted
+            for tree, num_emitted in simulated_steps(trees, text, (start, end), budget):
+                emitted[budget] += num_emitted
                 steps[budget] += 1
-                fed[budget] += min(len(step.tree), budget)
+                fed[budget] += min(len(tree), budget)
     return {
         name: {str(budget): count[budget] / max(1, steps[budget]) for budget in budgets}
         for name, count in (("length", emitted), ("fed", fed))

@@ -76,7 +76,7 @@ def vllm_drafters(
         raise ValueError("prompts, max_new_tokens, num_tokens, batches and repeats must be at least 1")
     batches = list(dict.fromkeys(batches))  # each number once
     loaded = load_base(base, "float32", torch.device("cpu"))
-    questions = benchmarks.load_questions("embedded", limit=prompts)
+    questions = benchmarks.load_questions("embedded")[:prompts]
     asked = [encode_messages(loaded, [("user", question.turns[0])], "tokenizer") for question in questions]
     expected = _generate(loaded, asked, max_new_tokens)
     with TemporaryDirectory() as scratch:

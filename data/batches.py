@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,41 +41,28 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     return batch
 
 
+@dataclass(eq=False)
 class BucketSampler:
     """Batch sampler that groups rows of similar length and splits every batch over the ranks.
 
     The order depends only on the seed and the epoch. No row is dropped: rows are repeated until every rank has the same
     number of batches of the same size. Every epoch has the same number of batches, because Lightning asks only once.
-
-    Args:
-        lengths: Number of tokens of each row.
-        batch_size: Largest number of rows per batch and rank.
-        seed: Seed of the shuffling.
-        rank: Rank of this process.
-        world_size: Number of ranks.
-        is_shuffled: If false, every epoch has the same order, with the longest rows last.
-        max_tokens: Largest number of tokens per batch and rank, padding included. None sets no limit.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        is_shuffled: bool = True,
-        max_tokens: int | None = None,
-    ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size is {batch_size}: a batch has at least 1 conversation")
-        self.lengths = lengths
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.is_shuffled = is_shuffled
-        self.budget = TokenBudget(lengths, batch_size, max_tokens, world_size) if max_tokens is not None else None
+    lengths: Sequence[int]  # number of tokens of each row
+    batch_size: int  # largest number of rows per batch and rank
+    seed: int = 0
+    rank: int = 0  # of this process
+    world_size: int = 1  # number of ranks
+    is_shuffled: bool = True  # if false, every epoch has the same order, with the longest rows last
+    max_tokens: int | None = None  # largest number of tokens per batch and rank, padding included
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"data.batch_size is {self.batch_size}: a batch has at least 1 conversation")
+        self.budget: TokenBudget | None = None
+        if self.max_tokens is not None:
+            self.budget = TokenBudget(self.lengths, self.batch_size, self.max_tokens, self.world_size)
         self.epoch = 0
         self.start = 0  # number of batches to skip at the next iteration, set when a run resumes inside an epoch
         self.sampler = self  # Lightning calls set_epoch on `batch_sampler.sampler`, not on a batch sampler

@@ -125,12 +125,9 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
     `tool_calls`, whose results are messages with the role `tool`; the record's `tools` describe the tools.
 
     Assistant turns before the first user turn are dropped, as in FastChat. A key whose value is null counts as missing,
-    because parquet fills missing columns with null. Raises ValueError if the record is not a valid conversation.
-
-    Args:
-        record: The decoded JSON object, or a ValueError that says why it could not be read, which is raised.
-        index: Position of the record in its file, used as the id of a record that has none.
-        requires_answers: Whether the assistant's turns must be present and not empty, or only the user's are read.
+    because parquet fills missing columns with null. Raises ValueError if the record is not a valid conversation; a
+    ValueError in its place says why it could not be read, and is raised. Its position in the file is the id of a record
+    that has none. The assistant's turns must be present and not empty unless only the user's are read.
     """
     if isinstance(record, ValueError):
         raise record

@@ -78,14 +78,11 @@ def questions(count: int = 40, seed: int = 2024) -> list[dict]:
 
 
 def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on ShareGPT records, with the special tokens of LLaMA and the Vicuna template.
+    """Train a tokenizer like that of checkpoints/tiny-chat (byte-level BPE, the Vicuna template) on ShareGPT records.
 
     It has ``vocab_size`` tokens, at least 259 (256 bytes and three special tokens).
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from data.tokenizer import TEMPLATES, VICUNA_SYSTEM
+    from data.tokenizer import VICUNA_SYSTEM, load_tokenizer
 
     def texts() -> Iterator[str]:
         # With the words of the template around the turns, so that these get short tokens too.
@@ -94,28 +91,8 @@ def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedToken
             for turn in record["conversations"]:
                 yield f" {'USER' if turn['from'] == 'human' else 'ASSISTANT'}: {turn['value']}"
 
-    backend = Tokenizer(models.BPE())
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<unk>", "<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="<unk>",
-        pad_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        model_max_length=1024,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = TEMPLATES["vicuna_v1.1"]
-    return tokenizer
+    model: Any = load_tokenizer("checkpoints/tiny-chat")
+    return model.train_new_from_iterator(texts(), vocab_size, show_progress=False)
 
 
 def _draw(rng: random.Random, kind: str, held_out: bool) -> Turns:

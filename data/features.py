@@ -70,8 +70,6 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read manifest.json; raises ValueError if it is missing or damaged."""
         path = folder / MANIFEST
-        if not path.is_file():
-            raise ValueError(f"no feature store at {folder}: {MANIFEST} is missing; write one with `drafters features`")
         with reading(path, AGAIN):
             values = read_json(path, AGAIN)
             if values["format"] != FORMAT:

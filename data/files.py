@@ -38,9 +38,8 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 def reading(path: str | Path, remedy: str = "") -> Iterator[None]:
     """Turn any error raised while a user's file is read into one ValueError of one line.
 
-    Args:
-        path: The file, which the message begins with. Errors that already begin with it are raised as they are.
-        remedy: What the user can do, for the end of the message.
+    The message begins with the file, and ends with what the user can do. An error that already begins with the file is
+    raised as it is.
     """
     try:
         yield
@@ -178,10 +177,8 @@ def write_text(path: str | Path, text: str) -> None:
 def atomic_folder(path: str | Path, replaced: Sequence[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder next to ``path``, which takes its place if the block succeeds, as in `atomic_write`.
 
-    Args:
-        path: Folder to write. If it is a link to a folder, that folder is written.
-        replaced: Patterns of file names. Files of an existing folder are kept unless the new one has a file of that
-            name, or one of these patterns fits.
+    If it is a link to a folder, that folder is written. Files of an existing folder are kept unless the new one has a
+    file of that name, or one of the patterns of ``replaced`` fits.
     """
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():

@@ -63,10 +63,8 @@ def tokenise(
     """Return rows of ``input_ids`` (S,) int32, ``loss_mask`` (S,) int8 and ``id``, from the cache if they are there.
 
     Conversations that the template refuses, or without an assistant token among the first `max_length`, are left out;
-    ValueError is raised if that leaves none. Other arguments are those of `data.templates.encode`.
-
-    Args:
-        cache_dir: Folder of the cache. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
+    ValueError is raised if that leaves none. The folder of the cache is by default $DRAFTERS_CACHE, or else
+    ~/.cache/drafters. Other arguments are those of `data.templates.encode`.
     """
     import pyarrow as pa
     from datasets import Dataset

@@ -32,10 +32,6 @@ class DrafterConfig:
     tokenizer_hash: str  # hash of the base's vocabulary
     training: dict[str, Any] = field(default_factory=dict)  # data, steps, measured acceptance length, command
 
-    def nested_init_args(self) -> dict[str, Any]:
-        """``init_args`` with each option in its group, also of a recipe that was written in one line."""
-        return recipe.nested(self.init_args, recipe.groups(registry.find_class(self.class_path)))
-
     def build(self, weights: Mapping[str, Tensor] | None = None) -> LearnedDrafter:
         """A drafter with these weights, or fresh ones; ValueError if it is not registered or something does not fit."""
         if weights is not None:

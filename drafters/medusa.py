@@ -82,11 +82,7 @@ class HeadLossOptions(DivergenceOptions):
 class ResidualBlock(nn.Module):
     """Residual layers x + SiLU(W x + b), the identity before training (Medusa, section 2.1.1).
 
-    Args:
-        hidden_size: D.
-        num_layers: Number of layers.
-        num_embeddings: Number n of embeddings that the first layer reads with x (Hydra, section 3); its W is then
-            (D, (1 + n) * D).
+    The first layer may read n embeddings with x (Hydra, section 3); its W is then (D, (1 + n) * D).
     """
 
     def __init__(self, hidden_size: int, num_layers: int, num_embeddings: int = 0) -> None:
@@ -110,7 +106,6 @@ class HeadDrafter(LearnedDrafter):
 
     At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
     have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
-
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from heapq import heappop, heappush
 from math import exp, log
 from typing import NamedTuple
 
+from drafters.checks import check_at_least
 from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.joint import Joint, extended
 from drafters.tree import ROOT, DraftTree
@@ -19,29 +19,21 @@ MIN_PROBABILITY = 1e-3
 LEARNING_RATE = 0.02
 
 
-class Agreement(IntEnum):
-    """Which of two predictors name a token; each case has weights of its own."""
-
-    BOTH = 0
-    FIRST = 1  # the second names other tokens
-    SECOND = 2  # the first names other tokens
-    FIRST_ALONE = 3  # the second names no token
-    SECOND_ALONE = 4
-
-
-FIRST_WEIGHTS = {  # of the first and the second predictor, and the bias; what a CTC drafter and n-grams have learned
-    Agreement.BOTH: (1.0, 0.4, 1.2),
-    Agreement.FIRST: (1.3, 0.3, 0.0),
-    Agreement.SECOND: (0.7, 1.1, -0.8),
-    Agreement.FIRST_ALONE: (1.0, 0.0, 0.0),
-    Agreement.SECOND_ALONE: (0.0, 1.0, 0.0),
+# By which of two predictors name a token: the weights of the first and the second, and the bias. A CTC drafter and
+# n-grams have learned them.
+FIRST_WEIGHTS = {
+    "both": (1.0, 0.4, 1.2),
+    "first": (1.3, 0.3, 0.0),  # the second names other tokens
+    "second": (0.7, 1.1, -0.8),
+    "first alone": (1.0, 0.0, 0.0),  # the second names no token
+    "second alone": (0.0, 1.0, 0.0),
 }
 
 
 class Evidence(NamedTuple):
     """What two predictors say about a token: which of them name it, and their log-odds; 0 if one names no token."""
 
-    agreement: Agreement
+    agreement: str  # a key of `FIRST_WEIGHTS`
     first: float
     second: float
 
@@ -54,7 +46,7 @@ class LogisticMixer:
     """
 
     def __init__(self) -> None:
-        self._weights = [list(FIRST_WEIGHTS[agreement]) for agreement in Agreement]
+        self._weights = {agreement: list(weights) for agreement, weights in FIRST_WEIGHTS.items()}
 
     def probability(self, evidence: Evidence) -> float:
         """The probability that the token comes next, between 0 and 1."""
@@ -85,13 +77,10 @@ def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int
     pairs = []
     first_left, second_left = (log_odds(1 - sum(each.values())) if each else 0.0 for each in (first, second))
     for token, probability in first.items():
-        odds = log_odds(probability)
-        if token in second:
-            pairs.append((token, Evidence(Agreement.BOTH, odds, log_odds(second[token]))))
-        else:
-            agreement = Agreement.FIRST if second else Agreement.FIRST_ALONE
-            pairs.append((token, Evidence(agreement, odds, second_left)))
-    agreement = Agreement.SECOND if first else Agreement.SECOND_ALONE
+        agreement = "both" if token in second else "first" if second else "first alone"
+        other = log_odds(second[token]) if token in second else second_left
+        pairs.append((token, Evidence(agreement, log_odds(probability), other)))
+    agreement = "second" if first else "second alone"
     for token, probability in second.items():
         if token not in first:
             pairs.append((token, Evidence(agreement, first_left, log_odds(probability))))
@@ -138,8 +127,9 @@ class Merged(Drafter):
     def __init__(
         self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
     ) -> None:
-        if num_nodes < 1 or not 0 < min_probability < 1:
-            raise ValueError(f"need num_nodes >= 1 and 0 < min_probability < 1, not {num_nodes} and {min_probability}")
+        check_at_least(1, num_nodes=num_nodes)
+        if not 0 < min_probability < 1:
+            raise ValueError(f"min_probability must be above 0 and below 1, not {min_probability}")
         if learned.samples_drafts:
             raise ValueError(
                 "a merged tree would not be exact with drafts that are drawn at random: set draws of the learned "
@@ -225,9 +215,7 @@ class Merged(Drafter):
     def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
         """Return the tokens that may follow a node, with probabilities, and keep what both drafters say about them.
 
-        Args:
-            node: The node.
-            learned_children: For each node of the learned drafter's tree, the probabilities of its children.
+        ``learned_children`` are the probabilities of the children of each node of the learned drafter's tree.
         """
         learned = {} if node.learned is None else learned_children.get(node.learned, {})
         least = self.min_probability / node.probability

@@ -112,16 +112,8 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`.
-
-    Args:
-        base: Dimensions of the base.
-        trunk: The network.
-        num_labels: U, number of next tokens that a draft is trained on.
-        loss: Options of the loss.
-        draft: Options of the draft tree.
-        frames_differ: Whether each frame has its own input embedding. Otherwise all but frame 0 share one, as in
-            DFlash.
+    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`. A draft is trained on
+    ``num_labels`` next tokens, U. Each frame has its own input embedding, or all but frame 0 share one, as in DFlash.
     """
 
     markov: Markov | BaseMarkov | None
@@ -152,7 +144,7 @@ class ParallelDrafter(LearnedDrafter):
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
-        self._cache: DraftCache | None = None
+        self._cache = DraftCache(trunk.num_layers, draft.window)
         add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
 
     # ---- from frames to trees
@@ -269,17 +261,14 @@ class ParallelDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        assert self._cache is not None, "begin() comes before observe()"
         self._cache.observe(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
-        if self._cache is not None:
-            self._cache.rewind(length)
+        self._cache.rewind(length)
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        assert self._cache is not None, "begin() comes before propose()"
         if min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
         embedding, device = self.base_weights.embedding, self.frame_embedding.device

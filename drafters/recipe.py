@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
 from typing import Any, get_type_hints
 
@@ -84,8 +84,4 @@ def training_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
 
 def defaults(group: type) -> dict[str, Any]:
     """The options of a group, with their defaults."""
-    return {field.name: _default(field) for field in fields(group)}
-
-
-def _default(field: Field) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    return dict(vars(group()))

@@ -173,10 +173,8 @@ class BudgetController:
     decided by a `GainTracker` that compares with steps of the base alone. For each step, call `request`, which depends
     on earlier steps only, then `cut` with the draft, then `observe`.
 
-    Args:
-        is_whole: Whether drafts are fed whole or not at all.
-        learned_may_rest: Whether the drafter can draft without its learned part; a second `GainTracker` then decides
-            whether that part drafts, and `request` sets ``learned_rests``.
+    Some drafts are fed whole or not at all. If the drafter can draft without its learned part, a second `GainTracker`
+    decides whether that part drafts, and `request` sets ``learned_rests``.
     """
 
     def __init__(self, is_whole: bool = False, learned_may_rest: bool = False) -> None:

@@ -17,7 +17,7 @@ from data.tokenizer import find_folder
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter, RequiredOutputs
-from drafters.registry import Registration, class_path, full_path, register, registered
+from drafters.registry import Registration, find_class, learned, register, registered
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.budget import Budgeted
@@ -104,8 +104,7 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> S
 def make(spec: str, runner: Runner) -> Drafter:
     """Build the drafter that a spec names, ready to decode with the base of ``runner``.
 
-    Raises:
-        ValueError: A name or option is unknown, a file missing or damaged, or the drafter fits another base.
+    Raises ValueError if a name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
     parts, base = split(spec), runner.base
     build, learned_class = parts.registration.build, parts.registration.learned_class
@@ -122,8 +121,7 @@ def make(spec: str, runner: Runner) -> Drafter:
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
 
-    Raises:
-        ValueError: As `make`, or the drafter reads more than tokens, which needs the base's model.
+    Raises ValueError as `make` does, or if the drafter reads more than tokens, which needs the base's model.
     """
     parts, needs = split(spec), "the base's model"
     if not (parts.registration.learned_class or _reads_model(parts.registration)):
@@ -212,28 +210,25 @@ def drafter_folder(name: str) -> Path:
 
 def name_of(config: DrafterConfig) -> str:
     """Return the name of an exported drafter in specs, such as ctc; raises ValueError if it is not registered."""
-    for name, registration in registered().items():
-        kind = registration.learned_class
-        if kind and config.class_path in (class_path(kind), full_path(kind)):
-            return name
-    raise ValueError(f"{config.class_path} is not registered: import its module by DRAFTERS_MODULES")
+    kind = find_class(config.class_path)
+    return next(name for name, known in learned().items() if known is kind)
 
 
 def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     """The configuration of a trained drafter, with the options of its spec in it.
 
-    Raises:
-        ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
+    Raises ValueError if the folder holds no such drafter, it fits another base, or decoding may not set an option.
     """
     (name, folder, _), drafter_class = parts, parts.registration.learned_class
     assert drafter_class is not None, "only drafters with weights have a configuration"
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
     config = checkpoint.read_config(drafter_folder(folder))
-    if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
+    if find_class(config.class_path) is not drafter_class:
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
-    init_args, defaults = config.nested_init_args(), recipe.draft_defaults(drafter_class)
+    init_args = recipe.nested(config.init_args, recipe.groups(drafter_class))  # also of a recipe in one line
+    defaults = recipe.draft_defaults(drafter_class)
     fixed = recipe.training_defaults(drafter_class)
     fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
     for key, _ in parts.pairs:
@@ -391,7 +386,7 @@ def merged(
     """
     found = drafter_folder(folder)
     name = name_of(checkpoint.read_config(found))
-    learned = _make_learned(Spec(name, str(found), f"num_nodes={3 * num_nodes}"), runner.base)
+    drafter = _make_learned(Spec(name, str(found), f"num_nodes={3 * num_nodes}"), runner.base)
     table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
     ngrams = drafters.Joint(order=order, history=history, runner_up=runner_up, corpus=table)
-    return drafters.Merged(learned, ngrams, num_nodes, min_probability)
+    return drafters.Merged(drafter, ngrams, num_nodes, min_probability)

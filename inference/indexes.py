@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from rich.progress import TaskProgressColumn
 
 from data.sources import read_texts, text_paths
 from data.tokenizer import load_tokenizer, tokenizer_hash
+from drafters.checks import check_at_least
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.suffix_array import SuffixArray, check_depth
 from inference.runs import new_file, progress_bars
@@ -57,8 +59,7 @@ def index(
         depth: Number of tokens by which a datastore is sorted; rest's longest match and draft together.
         overwrite: Replace an existing file.
     """
-    if min_count < 1 or top < 1:
-        raise ValueError(f"min_count and top must be at least 1, not {min_count} and {top}")
+    check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
     path = new_file(out, overwrite)
     text_paths(files)
@@ -89,12 +90,10 @@ def index(
 def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance, Advance]]:
     """Show a bar for reading the files and one for the work that follows.
 
-    Yields:
-        A function to call with the number of characters just read, and one to call with the part of ``total`` that is
-        complete.
+    Yields a function to call with the number of characters just read, and one for the part of ``total`` that is done.
     """
     size = sum(path.stat().st_size for path in text_paths(files))
-    with progress_bars("percent") as bars:
+    with progress_bars(TaskProgressColumn()) as bars:
         reading, working = bars.add_task("read", total=size), bars.add_task(title, total=total)
 
         def complete_work(amount: int) -> None:
@@ -106,15 +105,10 @@ def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance
 
 
 def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advance) -> Iterator[list[int]]:
-    """Yield the token ids of each document, without special tokens.
+    """Yield the token ids of each document of `read_texts`, without special tokens.
 
-    Args:
-        files: Text files, as for `read_texts`.
-        tokenizer: Tokenizer of the base.
-        advance: Called with the number of characters of each batch.
-
-    Raises:
-        ValueError: The files contain no text, or `read_texts` rejects one.
+    ``advance`` is called with the number of characters of each batch. Raises ValueError if the files contain no text,
+    or `read_texts` rejects one.
     """
     texts, is_empty = read_texts(files), True
     for batch in iter(lambda: list(islice(texts, BATCH_SIZE)), []):
@@ -132,13 +126,10 @@ def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advan
 def count(
     tokens: np.ndarray, min_count: int = 6, top: int = 20, complete: Advance = lambda length: None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arrays of a `CorpusTable`: the n-grams that follow each context at least ``min_count`` times.
+    """Return the arrays of a `CorpusTable`: the ``top`` n-grams that follow each context ``min_count`` times or more.
 
-    Args:
-        tokens: (S,) int32, the documents with `BORDER` between them.
-        min_count: Leave out n-grams that occur less often.
-        top: Maximum number of n-grams for each context; of equally frequent ones, those with smaller token ids.
-        complete: Called with each of the eight lengths when its n-grams are counted.
+    Of equally frequent ones, those with smaller token ids are taken. The tokens (S,) int32 are the documents with
+    `BORDER` between them. ``complete`` is called with each of the eight lengths when its n-grams are counted.
     """
     keys, sizes = np.empty(0, np.int64), [np.zeros(1, np.int64)]
     grams = [np.empty((0, NUM_FOLLOWING), np.int32)]

@@ -69,11 +69,7 @@ def encode_question(
 
 
 def encode_first_prompt(base: Base | BaseConfig, question: Question, template: str) -> list[int]:
-    """Return the token ids of a question's first prompt.
-
-    Raises:
-        ValueError: The template leaves out the question's system prompt or its tools.
-    """
+    """Return the token ids of a question's first prompt; ValueError if they lack its system prompt or its tools."""
     messages = [("user", question.turns[0])]
     prompt = encode_question(base, question, messages, template)
     # Another system prompt rather than none, in whose place a template may write the very same one by default.
@@ -105,17 +101,9 @@ def select_questions(
 ) -> BenchmarkPrompts:
     """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
 
-    Args:
-        base: The base that answers them.
-        benchmark: Name of the benchmark, for messages.
-        questions: All questions, in order.
-        template: Chat template, as in `encode_messages`.
-        max_new_tokens: Maximum number of new tokens per turn.
-        limit: Maximum number of questions that fit; None selects all of them.
-
-    Raises:
-        ValueError: A prompt is empty, the template refuses a question or leaves out its system prompt or tools,
-            ``max_new_tokens`` is below 1, or no question fits.
+    Raises ValueError if a prompt is empty, the template refuses a question or leaves out its system prompt or tools,
+    ``max_new_tokens``, those of a turn, is below 1, or no question fits. The name of the benchmark is for messages. At
+    most ``limit`` questions that fit are selected, or all of them.
     """
     selected = BenchmarkPrompts(benchmark, base.context_length)
     for question in questions:

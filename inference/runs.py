@@ -10,17 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from data.files import SafeConsole
 
@@ -34,8 +25,7 @@ BLOCK_BYTES, NUM_BLOCKS = 1 << 16, 16  # what is hashed of each file, spread eve
 def new_file(out: str, overwrite: bool) -> Path:
     """Return the path of a file to write; its folder need not exist yet.
 
-    Raises:
-        ValueError: The file exists and must not be replaced, or it cannot be created.
+    Raises ValueError if the file exists and must not be replaced, or cannot be created.
     """
     path = Path(out)
     if path.is_dir() or (path.exists() and not overwrite):
@@ -59,10 +49,8 @@ def folder_above(path: Path) -> Path:
 def fingerprint(name: str | Path | None) -> str:
     """Hash the names, sizes and samples of the content of a folder's files, or of one file.
 
-    Copies have the same fingerprint; a drafter that was trained again has another one, even under the same name.
-
-    Args:
-        name: A file, a folder, or what may be one: a hub id or None has the empty fingerprint.
+    Copies have the same fingerprint; a drafter that was trained again has another one, even under the same name. What
+    is no file or folder, such as a hub id or None, has the empty fingerprint.
     """
     path = Path(name or "").expanduser()
     if not name or not path.exists():
@@ -81,17 +69,23 @@ def fingerprint(name: str | Path | None) -> str:
 # ---- progress
 
 
-def progress_bars(unit: Literal["items", "percent"] = "items", transient: bool = False) -> Progress:
+def progress_bars(
+    done: ProgressColumn | None = None, rest: ProgressColumn | None = None, transient: bool = False
+) -> Progress:
     """Rich progress bars with a description, the amount done and the time left; nothing if stderr is no terminal.
 
-    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`.
-
-    Args:
-        unit: Whether the amount done is shown as items of a total or in percent.
-        transient: Whether the bars disappear when they are done.
+    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Other columns
+    may show the amount done, by default items of a total, and the rest; transient bars disappear when they are done.
     """
-    done: ProgressColumn = MofNCompleteColumn() if unit == "items" else TaskProgressColumn()
-    return _progress(done, TimeRemainingColumn(), transient=transient)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        done or MofNCompleteColumn(),
+        rest or TimeRemainingColumn(),
+        console=SafeConsole(stderr=True),
+        transient=transient,
+        disable=not sys.stderr.isatty(),
+    )
 
 
 @contextmanager
@@ -107,7 +101,7 @@ def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int],
         read from a journal, and the number of tokens that were written now.
     """
     is_terminal = sys.stderr.isatty()
-    with _progress(MofNCompleteColumn(), TextColumn("{task.fields[rate]}", markup=False)) as bars:
+    with progress_bars(rest=TextColumn("{task.fields[rate]}", markup=False)) as bars:
         task = bars.add_task(title, total=total, rate="")
         start = last_line = time.monotonic()
         done = new = tokens = 0
@@ -124,14 +118,3 @@ def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int],
                 print(f"{title}: {done:,} of {total:,}, {rate}", file=sys.stderr, flush=True)
 
         yield advance
-
-
-def _progress(*columns: ProgressColumn, transient: bool = False) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        *columns,
-        console=SafeConsole(stderr=True),
-        transient=transient,
-        disable=not sys.stderr.isatty(),
-    )

@@ -44,14 +44,8 @@ os._exit(0)
 def finishes(program: str, seconds: float = 10.0) -> bool:
     """Run a Python program and tell whether it ran to its last line, without an exception and without exiting before.
 
-    Equal programs, as lossless drafters write them, are run once.
-
-    Args:
-        program: Text of the program.
-        seconds: Wall time after which it is stopped.
-
-    Raises:
-        ValueError: bubblewrap is not installed or does not work here, so the program was not run.
+    It is stopped after some seconds of wall time. Equal programs, as lossless drafters write them, are run once. Raises
+    ValueError if bubblewrap is not installed or does not work here, so that the program was not run.
     """
     require()
     return _run(program, seconds)[0]

@@ -24,6 +24,7 @@ from rich.table import Table
 from data.files import SafeConsole, atomic_write, short_hash, write_text
 from data.tokenizer import find_base
 from drafters import Medusa
+from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
 from drafters.trees.static import static_tree
 from inference import drafter_specs
@@ -109,8 +110,7 @@ def tune(
     """
     if find_spec("optuna") is None:
         raise ValueError("drafters tune needs optuna: pip install 'ctc-drafters[tune]'")
-    if search.trials < 1:
-        raise ValueError(f"trials must be at least 1, not {search.trials}")
+    check_at_least(1, trials=search.trials)
     folder = Path(out)
     folder_above(folder / "study.db")  # raises ValueError if the folder cannot be made
     questions = selection.load()
@@ -350,9 +350,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure until all trials of the study are done, without what is known already.
 
-    Returns:
-        The options of each trial with what was measured or why it was impossible, the best first. If all were
-        impossible, this is a ValueError.
+    Returns the options of each trial with what was measured or why it was impossible, the best first; ValueError if all
+    were impossible.
     """
     from optuna.trial import TrialState
 

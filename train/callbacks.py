@@ -15,8 +15,10 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from drafters.checks import check_at_least
 from drafters.losses.anchors import valid_positions
 from train.memory import readable
 from train.optimizer import is_accumulating
@@ -74,16 +76,14 @@ class Speed(L.Callback):
         if self.step_end is not None:
             self.seconds_outside += self.step_start - self.step_end
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if is_logged_step(trainer, trainer.global_step + 1):
             pl_module.log("train/learning_rate", optimizer.param_groups[0]["lr"])
             if gradients := gradients_of(optimizer):  # DeepSpeed gives no access to them
                 pl_module.log("train/gradient_norm", total_norm(gradients))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, _: Any, batch: Any, *__: Any
     ) -> None:
         self.num_tokens = batch["lengths"].sum() + self.num_tokens.to(pl_module.device)  # without waiting for it
         num_steps = trainer.global_step - self.logged_step
@@ -125,7 +125,7 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """The gradients of all parameters that have one."""
     return [weight.grad for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
 
@@ -149,8 +149,7 @@ class SkipNonFiniteSteps(L.Callback):
     """
 
     def __init__(self, max_skipped: int = 20) -> None:
-        if max_skipped < 0:
-            raise ValueError(f"non_finite.max_skipped must be at least 0, not {max_skipped}")
+        check_at_least(0, max_skipped=max_skipped)
         self.max_skipped = max_skipped
         self.skipped_steps = self.skipped_in_a_row = self.empty_batches = 0
         # Batches of this process without anchors since the counts of the processes were last added up.
@@ -162,9 +161,7 @@ class SkipNonFiniteSteps(L.Callback):
     def load_state_dict(self, state: dict[str, int]) -> None:
         vars(self).update(state)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         if "loss_mask" in batch:
             is_empty = (~valid_positions(batch["loss_mask"]).any()).long()
             self._num_empty = is_empty if self._num_empty is None else self._num_empty + is_empty
@@ -175,9 +172,7 @@ class SkipNonFiniteSteps(L.Callback):
         one = 1 + (value - value)
         loss.register_hook(lambda gradient: gradient * one)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if torch.isfinite(total_norm(gradients_of(optimizer))):
             self.skipped_in_a_row = 0
             return
@@ -185,9 +180,7 @@ class SkipNonFiniteSteps(L.Callback):
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if is_accumulating(trainer):
             return
         if self._num_empty is not None:

@@ -87,12 +87,10 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
 
     ``last.ckpt`` is treated like all others, because a killed run may have left it missing, outdated, or as a link to
     nothing. Each checkpoint that is skipped is named on standard error. Raises ValueError if there are checkpoints, but
-    none of them can be continued.
-
-    Returns:
-        The path, or None if there is no checkpoint at all.
+    none of them can be continued; if there is none at all, the path is None.
     """
-    names = sorted((path for folder in set(folders) for path in Path(folder).glob("*.ckpt")), key=_is_last)
+    found = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
+    names = sorted(found, key=lambda path: path.stem == "last")
     # A file with two names keeps `last`, which comes last in the list.
     unique = {path.resolve(): path for path in names if path.exists()}
     for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -106,10 +104,6 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     if unique:
         raise ValueError(f"no checkpoint in {names[0].parent} can be resumed: delete them to start over")
     return None
-
-
-def _is_last(path: Path) -> bool:
-    return path.stem == "last"
 
 
 # ---- reading
@@ -184,10 +178,7 @@ def split_rows(
 ) -> dict[str, Tensor]:
     """Split the flat row of each parameter group into its weights, which is the layout of stages 1 and 2.
 
-    Args:
-        rows: The weights of each group, one after the other.
-        groups: Shapes of the weights of each group.
-        paddings: Number of elements after each weight that are not part of it; 0 if not given.
+    ``paddings`` are the numbers of elements after each weight that are not part of it; 0 by default.
 
     >>> split_rows([torch.tensor([1.0, 2.0, 0.0, 3.0])], [{"a": (2, 1), "b": (1,)}], [[1, 0]])
     {'a': tensor([[1.],
@@ -205,9 +196,7 @@ def split_rows(
 def join_slices(rows: Sequence[Tensor], groups: Sequence[Shapes]) -> dict[str, Tensor]:
     """Join weights that are cut into one slice for each process, which is the layout of stage 3.
 
-    Args:
-        rows: The slices of each process, one after the other; the last slice of a weight is padded.
-        groups: Shapes of the weights of each parameter group.
+    A row holds the slices of a process, one after the other; the last slice of a weight is padded.
 
     >>> join_slices([torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 0.0, 5.0])], [{"a": (3,)}, {"b": (2,)}])
     {'a': tensor([1., 2., 3.]), 'b': tensor([4., 5.])}

@@ -85,12 +85,9 @@ TRACEBACK = "--traceback"
 def user_errors(command: str, shows_traceback: bool = False, to_continue: str = "repeat the command") -> Iterator[None]:
     """End the process with one line and exit code 2 for an error that a user can fix, and 130 for Ctrl-C.
 
-    These are ValueError, the system's errors and Lightning's misconfigurations. All other errors are bugs and raise.
-
-    Args:
-        command: Name of the command, with which the line begins.
-        shows_traceback: Raise the user's errors too; the environment variable DRAFTERS_DEBUG=1 does the same.
-        to_continue: How a command goes on that Ctrl-C has stopped.
+    These are ValueError, the system's errors and Lightning's misconfigurations. All other errors are bugs and raise;
+    with ``shows_traceback`` or the environment variable DRAFTERS_DEBUG=1, the user's errors raise too. The line begins
+    with the command, and ``to_continue`` says how one goes on that Ctrl-C has stopped.
     """
     try:
         with safe_messages():
@@ -244,11 +241,7 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 
 
 def find_config(name: str) -> str:
-    """Return the path of a config: a file of that name, or else the config of that name in configs/.
-
-    Raises:
-        ValueError: Neither exists.
-    """
+    """Return the path of a config: a file of that name, or else the one in configs/; ValueError if there is neither."""
     if not Path(name).is_file() and not (CONFIGS / name).is_file():
         known = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
         raise ValueError(f"no config {name!r}: give a file, or one of configs/: {known}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -178,7 +178,7 @@ def features(
         dtype=dtype,
         rows=hashlib.sha256(b"".join(row.key for shard in shards for row in shard)).hexdigest(),
         num_rows=sum(map(len, shards)),
-        num_tokens=num_tokens_of(shards),
+        num_tokens=sum(row.length for shard in shards for row in shard),
         shard_bytes=int(shard_megabytes * 2**20),
         files=tuple({"name": file} for file in files),
     )
@@ -187,7 +187,8 @@ def features(
     missing = {name: shard for name, shard in named.items() if name not in written}
     print(f"{len(written)} of {len(shards)} shards are there already" if written else f"a new store in {folder}")
     if missing:
-        num_rows, num_tokens = sum(map(len, missing.values())), num_tokens_of(missing.values())
+        num_rows = sum(map(len, missing.values()))
+        num_tokens = sum(row.length for shard in missing.values() for row in shard)
         num_bytes = num_tokens * per_token + num_rows * BYTES_PER_ROW
         if num_bytes > (free := shutil.disk_usage(folder_above(folder / MANIFEST)).free):
             raise ValueError(
@@ -216,11 +217,6 @@ class Row(NamedTuple):
     number: int
     key: bytes
     length: int
-
-
-def num_tokens_of(shards: Iterable[Sequence[Row]]) -> int:
-    """Return the number of tokens of all rows."""
-    return sum(row.length for shard in shards for row in shard)
 
 
 def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:

@@ -35,13 +35,10 @@ def run(
     module: type[L.LightningModule] = DrafterTraining,
     tokenizer: str = "model.base",
 ) -> None:
-    """Parse the arguments and train or validate; ValueError if the arguments are wrong.
+    """Parse the arguments after ``lightning``, and train or validate; ValueError if the arguments are wrong.
 
-    Args:
-        args: Arguments after ``lightning``, with paths of configs.
-        command: The command line as the user wrote it.
-        module: What is trained.
-        tokenizer: The option that names the tokenizer of the data.
+    ``command`` is the command line as the user wrote it, ``module`` what is trained, and ``tokenizer`` the option that
+    names the tokenizer of the data.
     """
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # this and the next: what Lightning calls
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")

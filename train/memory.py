@@ -64,11 +64,8 @@ def memory_parts(
 ) -> dict[str, float]:
     """Return the bytes at the worst moment of a training step on one device, by purpose.
 
-    Args:
-        module: The training module, before the trainer shards its weights.
-        trainer: Its trainer, with the strategy and the callbacks.
-        size: B and S of a batch.
-        autocast_dtype: Dtype that the trainer's autocast computes in, if it has one.
+    ``size`` is the B and S of a batch, and ``autocast_dtype`` that of the trainer's autocast, if it has one. Must be
+    called before the trainer shards the weights of the module.
     """
     base, drafter, strategy, device = module.base, module.drafter, trainer.strategy, trainer.strategy.root_device.type
     is_sharded = isinstance(strategy, FSDP2 | DeepSpeedStrategy)
@@ -142,8 +139,7 @@ def step_bytes(
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations return while it is entered: ``peak`` is their largest sum.
 
-    Args:
-        existing: Tensors that exist already; they and results that share their memory do not count.
+    Tensors that exist already, and results that share their memory, do not count.
     """
 
     def __init__(self, *existing: Tensor) -> None:

@@ -25,15 +25,10 @@ def model_card(
     license: str | None = None,
     results: Sequence[str] = (),
 ) -> str:
-    """Return the README of a drafter.
+    """Return the README of a drafter: the paragraph ``about``, lines of ``facts`` in Markdown, and its arguments.
 
-    Args:
-        config: The drafter's configuration.
-        about: First paragraph.
-        facts: Further lines about it, in Markdown.
-        place: What names the folder in commands: the folder, or OWNER/NAME@REVISION on the hub.
-        license: Licence for the header.
-        results: Folders that `drafters eval --out` wrote, whose tables are added.
+    ``place`` names the folder in commands: the folder, or OWNER/NAME@REVISION on the hub. The licence is for the
+    header. The tables of the ``results``, folders that `drafters eval --out` wrote, are added.
     """
     name = config.class_path.removeprefix("drafters.").lower()
     used = f"drafters eval --base {config.base_name} --drafter {name}={place} --benchmark mt_bench"

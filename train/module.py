@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, tokenizer_hash
 from train.divisor import SharedDivisor
@@ -77,9 +78,7 @@ class DrafterTraining(L.LightningModule):
         super().__init__()
         if shard_base and base_dtype in QUANTIZED_DTYPES:
             raise ValueError(f"a base in {base_dtype} cannot be sharded: take bfloat16, or leave shard_base off")
-        rates = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
-        if wrong := [f"{name} must be at least 0, not {value}" for name, value in rates.items() if not value >= 0]:
-            raise ValueError(wrong[0])
+        check_at_least(0, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
         self.save_hyperparameters()
         self.optimizer_name, self.learning_rate, self.weight_decay = optimizer, learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule

@@ -32,7 +32,10 @@ def muon(module: L.LightningModule, learning_rate: float, weight_decay: float) -
     """
     if isinstance(module.trainer.strategy, FSDP2) or is_deepspeed(module.trainer):
         raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
-    linear = {id(weight) for layer in module.modules() for weight in _linear_maps(layer)}
+    linear: set[int] = set()
+    for layer in module.modules():
+        names = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_maps", ())
+        linear |= {id(getattr(layer, name)) for name in names}
     inner: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -41,22 +44,13 @@ def muon(module: L.LightningModule, learning_rate: float, weight_decay: float) -
     return JointOptimizer(Muon(inner, learning_rate, weight_decay), _adamw(others, learning_rate, weight_decay))
 
 
-def _linear_maps(layer: nn.Module) -> list[nn.Parameter]:
-    """The matrices of a layer that multiply its input."""
-    names = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_maps", ())
-    return [getattr(layer, name) for name in names]
-
-
 OPTIMIZERS: dict[OptimizerName, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers that Lightning and learning rate schedules see as one.
+    """Several optimizers, of different parameters, that Lightning and learning rate schedules see as one.
 
     They share their parameter groups and their state with it.
-
-    Args:
-        optimizers: Optimizers of different parameters.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -147,12 +141,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step; a closure is called first, with gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, as one of a `JointOptimizer`, which calls the closure."""
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             for weight in group["params"]:
@@ -165,7 +155,6 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonalised(weight.grad.lerp(average, momentum))
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
-        return loss
 
 
 def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:

@@ -53,9 +53,7 @@ class Preemption(L.Callback):
         if not self._exit_code:
             self._exit_code, self._signal_time = EXIT_CODES[signal.Signals(number)], time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if not is_accumulating(trainer):  # a checkpoint does not hold the gradients of half a step
             self._stop_if_requested(trainer)
 
@@ -108,9 +106,7 @@ class ExactResume(L.Callback):
         if self.seed is None:  # a resumed run has the seed of its checkpoint
             self.seed = torch.initial_seed()
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         assert self.seed is not None, "on_train_start has set the seed"
         key = self.seed, trainer.global_rank, trainer.current_epoch, batch_idx
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
@@ -125,9 +121,8 @@ class ExactResume(L.Callback):
             return
         before, now = checkpoint["data"], describe_data(trainer)
         self._data = now
-        if changes := [
-            f"{name} was {before.get(name)}, is {now[name]}" for name in now if before.get(name) != now[name]
-        ]:
+        differing = [name for name in now if before.get(name) != now[name]]
+        if changes := [f"{name} was {before.get(name)}, is {now[name]}" for name in differing]:
             raise ValueError(
                 f"the checkpoint was trained on other data or batches ({'; '.join(changes)}): go back to them, or "
                 "pass --resume.other_data true to go on all the same"
@@ -162,9 +157,7 @@ def describe_data(trainer: L.Trainer) -> dict[str, Any]:
 def correct_resume_position(loops: dict[str, Any], trainer: L.Trainer) -> None:
     """Make Lightning resume after the last batch that an optimizer step has used, with the validation that is due.
 
-    Args:
-        loops: State of the fit loop in a checkpoint, edited in place.
-        trainer: The trainer that saves the checkpoint.
+    ``loops``, the state of the fit loop in a checkpoint that the trainer saves, is edited in place.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     batch, validated = loop.batch_progress.current, loop.val_loop.batch_progress

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -18,11 +18,7 @@ Answers = Literal["greedy", "text"]
 
 
 class Acceptance(Metric):
-    """Tokens per step and accepted draft tokens, over all steps of all answers and processes.
-
-    Args:
-        max_depth: Deepest position of a draft that is counted.
-    """
+    """Tokens per step and accepted draft tokens up to a depth, over all steps of all answers and processes."""
 
     emitted: Tensor
     steps: Tensor
@@ -55,15 +51,8 @@ class Acceptance(Metric):
 
 def answer_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
     """Return the half-open ranges of consecutive assistant tokens."""
-    spans: list[tuple[int, int]] = []
-    start = None
-    for position, is_answer in enumerate([*loss_mask, 0]):
-        if is_answer and start is None:
-            start = position
-        elif not is_answer and start is not None:
-            spans.append((start, position))
-            start = None
-    return spans
+    edges = np.flatnonzero(np.diff(np.array([0, *loss_mask, 0], dtype=int))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @torch.no_grad()
@@ -75,13 +64,8 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
     counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context. Raises
     ValueError if all prompts fill the base's context.
 
-    Args:
-        base: The base that answers.
-        batch: ``input_ids`` (B, S) and ``loss_mask`` (B, S).
-        max_tokens: Maximum number of tokens of an answer.
-
-    Returns:
-        The same keys on the CPU, padded on the right. Conversations without an answer are left out.
+    Takes ``input_ids`` (B, S) and ``loss_mask`` (B, S), and returns the same keys on the CPU, padded on the right.
+    Conversations without an answer are left out.
     """
     prompts = [
         ids[: spans[0][0]]
@@ -125,15 +109,6 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 # ---- the simulation
 
 
-@dataclass(frozen=True)
-class SimulatedStep:
-    """One step of simulated decoding."""
-
-    tree: DraftTree
-    num_accepted: int  # draft tokens that the base accepts
-    num_emitted: int  # tokens that the text grows by, bonus token included
-
-
 def draft_answer(
     drafter: LearnedDrafter,
     hidden: Tensor,
@@ -156,8 +131,8 @@ def draft_answer(
 
 def simulated_steps(
     trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int], max_nodes: int | None = None
-) -> Iterator[SimulatedStep]:
-    """Decode an answer with the trees that `draft_answer` drafted for it.
+) -> Iterator[tuple[DraftTree, int]]:
+    """Decode an answer with the trees that `draft_answer` drafted for it: yield each step's tree and emitted tokens.
 
     If the base writes this text greedily, these are the steps of a session. The one difference: a session under a
     length cap makes its last trees less deep. The first token of ``span``, the half-open range of the answer, is the
@@ -170,7 +145,7 @@ def simulated_steps(
         path = tree.follow(tokens[root + 1 : end])
         num_accepted = len(path) if max_nodes is None else sum(node < max_nodes for node in path)
         num_emitted = min(num_accepted + 1, end - 1 - root)
-        yield SimulatedStep(tree, num_accepted, num_emitted)
+        yield tree, num_emitted
         root += num_emitted
 
 
@@ -184,4 +159,4 @@ def simulate_answers(
     for states, tokens, mask in zip(hidden, input_ids, loss_mask.tolist(), strict=True):
         for span in answer_spans(mask):
             trees = draft_answer(drafter, states, tokens, span, base.base_weights, base.eos)
-            yield [step.num_emitted for step in simulated_steps(trees, tokens.tolist(), span)]
+            yield [num_emitted for _, num_emitted in simulated_steps(trees, tokens.tolist(), span)]

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 from data.benchmarks import dialogue, mathematics, programs, texts
-from data.benchmarks.question import Benchmark, Checks, Question, Run, Style
+from data.benchmarks.question import Benchmark, Question, Run, Style
 from data.files import MALFORMED, open_bytes, reading
 from data.sources import Rows, read_rows
-
-__all__ = [
-    "BENCHMARKS",
-    "Checks",
-    "Question",
-    "find_benchmark",
-    "length_cap",
-    "load_questions",
-    "needs_code",
-    "needs_package",
-    "score",
-]
 
 BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,
@@ -56,38 +45,30 @@ def length_cap(name: str) -> int:
     return find_benchmark(name)[0].max_new_tokens
 
 
-def load_questions(
-    name: str, questions: str | None = None, offset: int = 0, limit: int | None = None
-) -> list[Question]:
+def load_questions(name: str, questions: str | None = None) -> list[Question]:
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
+
+    Raises ValueError if the benchmark is unknown, cannot be reached or is malformed, or has no question.
 
     Args:
         name: One of `BENCHMARKS`, with ``:STYLE`` appended for a prompt style other than the first.
         questions: A JSONL (also .gz), JSON or Parquet file with the columns of the benchmark or of its copy on the hub.
             wmt16 also reads two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
             ``FILE,TRAIN_FILE``. By default the questions come from the hub.
-        offset: Number of questions to skip.
-        limit: Largest number of questions to load. By default all are loaded.
-
-    Raises:
-        ValueError: The benchmark is unknown, cannot be reached or is malformed, or no question is selected.
     """
     benchmark, style = find_benchmark(name)
-    if offset < 0 or (limit is not None and limit < 1):
-        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
     files = [questions] if questions and Path(questions).expanduser().is_file() else (questions or "").split(",")
     files = [file for file in files if file]
     num_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
     if len(files) > num_files + bool(style.num_shots) or 0 < len(files) < num_files:
         raise ValueError(f"{questions}: {len(files)} files are too many or too few for {name}")
-    if len(files[:num_files]) > 1:
+    if num_files > 1:
         rows = _parallel_rows(files[:num_files], benchmark.parallel)
     else:
         rows = _rows(name, files[0] if files else benchmark.source)
     loaded = _read(name, rows, benchmark.ids)
-    chosen = loaded[offset:][:limit]
-    if not chosen:
-        raise ValueError(f"no question selected: {name} has {len(loaded)}, offset is {offset}, limit is {limit}")
+    if not loaded:
+        raise ValueError(f"{questions or benchmark.source} holds no question of {name}: give another file")
     shots: list[Question] = []
     if style.num_shots:
         others = files[num_files:] or (files if benchmark.shot_ids else [])
@@ -98,7 +79,7 @@ def load_questions(
         shots = _read(name, rows, benchmark.shot_ids)[: style.num_shots]
         if len(shots) < style.num_shots:
             raise ValueError(f"{name} shows {style.num_shots} examples, but the files hold only {len(shots)}")
-    return [style.put(question, shots) for question in chosen]
+    return [style.put(question, shots) for question in loaded]
 
 
 def _rows(name: str, source: str | None) -> Rows:
@@ -159,10 +140,7 @@ def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: R
     """
     benchmark, _ = find_benchmark(name)
     pairs = [
-        (
-            question,
-            text[: min((place for stop in question.stops if (place := text.find(stop)) >= 0), default=len(text))],
-        )
+        (question, re.split("|".join(map(re.escape, question.stops)) or r"\Z", text, maxsplit=1)[0])  # up to a stop
         for question, text in zip(questions, texts, strict=True)
         if question.reference is not None
     ]

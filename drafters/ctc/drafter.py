@@ -111,15 +111,9 @@ class CTC(ParallelDrafter):
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
         anchored, head, right = self.loss_inputs(batch, base_weights, bool(options.distillation))
         output = CTCOutput(self.blank_row, self.blank_bias[0], right)
-        warm_up = self._warm_up(batch.step)
+        num_steps = self.loss_options.warm_up_steps if self.training else 0
+        warm_up = 1 - min(1.0, batch.step / num_steps) if num_steps else 0.0  # share of plain cross-entropy in the loss
         return ctc_loss(anchored, head, output, options, warm_up, self.merge_repeats, batch.divisor)
-
-    def _warm_up(self, step: int) -> float:
-        """The share of plain cross-entropy in the loss at an optimizer step."""
-        num_steps = self.loss_options.warm_up_steps
-        if not (num_steps and self.training):
-            return 0.0
-        return 1 - min(1.0, step / num_steps)
 
     # ---- drafting
 

@@ -93,16 +93,6 @@ class Texts:
     prefix: Tensor  # (G,) P(the text begins with g)
     merge_repeats: bool
 
-    @property
-    def exact(self) -> Tensor:
-        """P(the text is g), (G,)."""
-        return self.blank_end[:, -1] + self.label_end[:, -1]
-
-    @property
-    def stop(self) -> Tensor:
-        """stop(g), (G,)."""
-        return self.exact / self.prefix
-
     def next_token_probs(self) -> Tensor:
         """q(c | g) of every token c, (G, V)."""
         blank_end, label_end = self.blank_end[:, :-1], self.label_end[:, :-1]

@@ -72,14 +72,8 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     Pair p joins the state of position p with token p + 1. The layer, causal over pairs, predicts the state of position
     p + 1, from which the distribution of token p + 2 is read. Up to the root the states are the base's; below it they
-    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`.
-
-    Args:
-        base: Dimensions of the base.
-        layer: The decoder layer.
-        hidden_layers: Base layers that the states are made of.
-        draft: Options of the draft tree.
-        chunk_anchors: Anchors drafted at once on a known text.
+    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`; they are
+    made of the base's ``hidden_layers``. On a known text, ``chunk_anchors`` anchors are drafted at once.
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = layer
-        self._cache: DraftCache | None = None
+        self._cache = DraftCache(2, draft.window)
 
     # ---- defined by a subclass
 
@@ -143,10 +137,9 @@ class AutoregressiveDrafter(LearnedDrafter):
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        assert self._cache is not None, "begin() comes before propose()"
         if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
             return DraftTree()
-        self._cache_pairs(seq, self._cache, self.base_weights)
+        self._cache_pairs(seq, self.base_weights)
         num_pairs = self._cache.length
         if self._cache.num_held == 0:
             return DraftTree()
@@ -161,12 +154,13 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.draft_forwards += paths.num_passes
         return tree
 
-    def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
+    def _cache_pairs(self, seq: Sequence[int], base_weights: BaseWeights) -> None:
         """Cache the pairs of observed states, now that their next tokens are known.
 
         The layer's inputs are cached too, because after a rewind the last remaining pair is the one before a root
         again.
         """
+        cache = self._cache
         if (hidden := cache.take_observed()) is None:
             return
         states = self.enter(hidden[None].to(self.dtype))  # (1, n, D)
@@ -178,12 +172,10 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        assert self._cache is not None, "begin() comes before observe()"
         self._cache.observe(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
-        if self._cache is not None:
-            self._cache.rewind(length)
+        self._cache.rewind(length)
 
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
         options, step = self.draft_options, paths.step
@@ -222,14 +214,9 @@ class AutoregressiveDrafter(LearnedDrafter):
 def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.device | None = None) -> Tensor:
     """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
 
-    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path.
-    Returns (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
-
-    Args:
-        num_positions: S.
-        depth: The depth j; 0 are the base's pairs themselves.
-        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
-        device: Device of the mask.
+    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path;
+    with a window, which must exceed the depth, only to that many, its own included. Returns (S, (depth + 1) * S) bool:
+    block 0 are the base's pairs, block i those of depth i.
     """
     at = torch.arange(num_positions, device=device)
     offset = at[None] - at[:, None]  # key position - query position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,12 +13,9 @@ from drafters.protocol import BaseShape, BaseWeights
 
 
 class DraftLayer(nn.Module):
-    """A LLaMA decoder layer whose attention input may be wider than its residual stream.
+    """A LLaMA decoder layer whose attention input is ``num_inputs`` times as wide as its residual stream.
 
-    Args:
-        shape: Dimensions of the base.
-        num_inputs: Width of the attention's input, as a multiple of the hidden size.
-        has_qk_norm: Whether queries and keys are normed per head.
+    Queries and keys may be normed per head.
     """
 
     def __init__(self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = False) -> None:
@@ -48,34 +46,26 @@ class DraftModule(Protocol):
     def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor: ...
 
 
+@dataclass(eq=False)
 class Paths:
     """Beams of nodes below A roots of one text, extended level by level.
 
     A node attends to the pairs before its root, which all roots share, to its ancestors and to itself, or to those of
     them that are in its window. W is the size of the latest beam, N the number of nodes in all beams.
-
-    Args:
-        module: The draft module, whose layer runs once per level.
-        base_weights: The base's embedding and LM head.
-        context: Keys and values of the text's pairs, two of (1, h, S, d); those of the last pairs suffice if they fill
-            the window and there is a single root.
-        anchors: (A,) positions of the roots.
-        visible: (A, S) bool, which pairs come before each root; all of them by default.
-        window: Number of pairs that a node attends to, its own included; 0 for all.
     """
 
-    def __init__(
-        self,
-        module: DraftModule,
-        base_weights: BaseWeights,
-        context: tuple[Tensor, Tensor],
-        anchors: Tensor,
-        visible: Tensor | None = None,
-        window: int = 0,
-    ) -> None:
-        self.module, self.base_weights, self.anchors, self.visible = module, base_weights, anchors, visible
-        self.window = window
-        self.context_keys, self.context_values = context[0][0], context[1][0]  # (h, S, d)
+    module: DraftModule  # its layer runs once per level
+    base_weights: BaseWeights
+    # Keys and values of the text's pairs, two of (1, h, S, d); those of the last pairs suffice if they fill the window
+    # and there is a single root.
+    context: tuple[Tensor, Tensor]
+    anchors: Tensor  # (A,) positions of the roots
+    visible: Tensor | None = None  # (A, S) bool, which pairs come before each root; all of them by default
+    window: int = 0  # number of pairs that a node attends to, its own included; 0 for all
+
+    def __post_init__(self) -> None:
+        anchors = self.anchors
+        self.context_keys, self.context_values = (states[0] for states in self.context)  # (h, S, d)
         num_heads, _, head_dim = self.context_keys.shape
         self.keys = self.values = self.context_keys.new_empty(len(anchors), num_heads, 0, head_dim)  # (A, h, N, d)
         self.ancestor_mask = torch.empty(len(anchors), 1, 0, dtype=torch.bool, device=anchors.device)  # (A, W, N)

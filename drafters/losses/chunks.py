@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,27 +24,13 @@ def anchors_per_chunk(num_vectors: int, vocab_size: int, max_bytes: int = MAX_BY
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 
-_is_shortened = ContextVar("is_shortened", default=False)
-
-
-@contextmanager
-def first_chunk_only() -> Iterator[None]:
-    """Let losses stop after their first chunk. This is for measuring memory, which no other chunk needs more of."""
-    token = _is_shortened.set(True)
-    try:
-        yield
-    finally:
-        _is_shortened.reset(token)
-
-
 def chunks(length: int, size: int) -> list[slice]:
     """The parts of at most ``size`` that a loss over ``length`` items is computed in; at least one, which may be empty.
 
     >>> chunks(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
     """
-    parts = [slice(start, start + size) for start in range(0, max(length, 1), size)]
-    return parts[:1] if _is_shortened.get() else parts
+    return [slice(start, start + size) for start in range(0, max(length, 1), size)]
 
 
 def chunked(

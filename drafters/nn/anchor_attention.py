@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,19 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-_has_masks = ContextVar("has_masks", default=True)
-
-
-@contextmanager
-def without_masks() -> Iterator[None]:
-    """Let frames attend to all keys. This is for measuring memory: FlexAttention stores what attention without a mask
-    does, and cannot run on tensors without data."""
-    token = _has_masks.set(False)
-    try:
-        yield
-    finally:
-        _has_masks.reset(token)
 
 
 @dataclass(frozen=True)
@@ -82,10 +67,8 @@ class AnchorMask:
             device=str(self.anchors.device),
         )
 
-    def best(self) -> BlockMask | Pieces | None:
+    def best(self) -> BlockMask | Pieces:
         """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere."""
-        if not _has_masks.get():
-            return None
         return self.sparse() if self.anchors.is_cuda else self.pieces()
 
 

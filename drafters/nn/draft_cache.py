@@ -23,11 +23,6 @@ class DraftCache:
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._observed: list[Tensor] = []
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffers in self._buffers for buffer in buffers)
-
     def observe(self, hidden: Tensor) -> None:
         """Keep the base's hidden states (n, F * D) of new positions until a draft needs their keys and values."""
         self._observed.append(hidden)

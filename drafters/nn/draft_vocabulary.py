@@ -71,12 +71,10 @@ def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_siz
 
 def _check_draft_tokens(drafter: Any, weights: dict[str, Tensor], prefix: str, *_: object) -> None:
     tokens = weights.get(f"{prefix}draft_tokens")
-    if tokens is None:
+    if tokens is None or not tokens.numel():
         return
     if tokens.ndim != 1 or tokens.dtype not in (torch.int32, torch.int64):
         raise RuntimeError("draft_tokens is not a list of token ids")
-    if tokens.numel() == 0:
-        return
     if tokens.min() < 0 or tokens.max() >= drafter.vocab_size or len(tokens.unique()) < len(tokens):
         raise RuntimeError(f"draft_tokens names tokens twice, or tokens outside the vocabulary of {drafter.vocab_size}")
 

@@ -51,12 +51,7 @@ class BaseMarkov(nn.Module):
 
     left[l] = W_1 rmsnorm(E[l]) and right[v] = W_2 H[v], where E is the base's embedding and H its LM head. Tokens that
     the base treats alike thus share what is learned about them. The blank is no token of the base and has a row of its
-    own. ``right`` starts at zero, so training starts without a bias.
-
-    Args:
-        base: Dimensions of the base.
-        rank: R, rank of B.
-        has_blank: Whether the last column of B is the blank's.
+    own, which is then the last column of B. ``right`` starts at zero, so training starts without a bias.
     """
 
     linear_maps = "left", "right"  # Muon trains them as it does the weights of linear layers

@@ -61,26 +61,20 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Multi-head attention whose keys and values may come from a context as well as from the block itself.
 
-    Args:
-        shape: Dimensions of the base.
-        num_inputs: Width of the input that queries, keys and values are projected from, as a multiple of the hidden
-            size.
-        has_qk_norm: Whether queries and keys are normalised per head, as in Qwen3; LLaMA does not.
+    Queries, keys and values are projected from an input of ``num_inputs`` times the hidden size. Queries and keys may
+    be normalised per head, as in Qwen3; LLaMA does not.
     """
 
     def __init__(self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = True) -> None:
         super().__init__()
         self.num_heads, self.head_dim, width = shape.num_heads, shape.head_dim, shape.num_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, width, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(shape.hidden_size, width, bias=False) for _ in range(3))
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
         if num_inputs > 1:
             # Drawn again instead of built wide at once: a seed then gives the weights it has always given, and the
             # published EAGLE-3 results can be reproduced.
-            self.q_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
-            self.k_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
-            self.v_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
+            wide = (nn.Linear(num_inputs * shape.hidden_size, width, bias=False) for _ in range(3))
+            self.q_proj, self.k_proj, self.v_proj = wide
         self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if has_qk_norm else nn.Identity()
 
@@ -141,13 +135,8 @@ class Trunk(nn.Module):
     """Decoder layers over a block of frames, each reading keys and values projected from the base's hidden states.
 
     This is the layout of DFlash (arXiv 2602.06036): the hidden states of several base layers are concatenated, fused by
-    one projection, and give every trunk layer its context.
-
-    Args:
-        shape: Dimensions of the base.
-        num_layers: Number of trunk layers.
-        num_fused: F, base layers concatenated as context.
-        reads_tokens: Whether the embedding of each position's token is concatenated too, normed.
+    one projection, and give every trunk layer its context. A trunk that reads tokens has the normed embedding of each
+    position's token concatenated too.
     """
 
     is_recomputed = False  # activation checkpointing: keep only the inputs of each layer for the backward pass

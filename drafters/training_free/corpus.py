@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from data.files import atomic_write, reading
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -86,9 +87,7 @@ class CorpusTable:
     @classmethod
     def load(cls, path: str | Path) -> CorpusTable:
         """Read a table that `save` wrote, or raise ValueError."""
-        if not Path(path).is_file():
-            raise ValueError(f"no corpus cache at {path}: make one with `drafters index corpus OUT`")
-        with reading(path, "this is not a corpus cache: build it again with `drafters index corpus OUT`"):
+        with reading(path, "make a corpus cache with `drafters index corpus OUT`"):
             with safe_open(path, framework="np") as file:
                 metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
                 if metadata.pop("format", None) != FORMAT:
@@ -116,8 +115,7 @@ class CorpusCache(Drafter):
     remembers = False
 
     def __init__(self, table: CorpusTable, num_chains: int = 3) -> None:
-        if num_chains < 1:
-            raise ValueError(f"num_chains must be at least 1, got {num_chains}")
+        check_at_least(1, num_chains=num_chains)
         self.table, self.num_chains = table, num_chains
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import PromptLookup
@@ -77,8 +78,9 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, inner: DraftSession, num_draft: int = 5, threshold: float = 0.0) -> None:
-        if num_draft < 1 or not 0 <= threshold < 1:
-            raise ValueError(f"need num_draft >= 1 and 0 <= threshold < 1, not {num_draft} and {threshold}")
+        check_at_least(1, num_draft=num_draft)
+        if not 0 <= threshold < 1:
+            raise ValueError(f"threshold must be at least 0 and below 1, not {threshold}")
         self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
         self.remembers, self.samples_drafts = inner.remembers, inner.samples_drafts
         self.draft_forwards = inner.forwards
@@ -171,10 +173,7 @@ class SelfSpeculative(DraftModel):
 class MaxGram(PromptLookup):
     """Max-Gram (CS Drafting, arXiv 2312.11462): prompt lookup, and bigrams of a large text where nothing matches.
 
-    Args:
-        table: N-grams of a text, of which the most frequent token after each token is used; None for no bigrams.
-        max_ngram: Number of tokens of the longest suffix to match; shorter ones are tried next.
-        num_draft: Largest number of tokens to draft.
+    Of the table, the n-grams of a text, the most frequent token after each token is used; without one, no bigrams are.
     """
 
     def __init__(self, table: CorpusTable | None = None, max_ngram: int = 3, num_draft: int = 10) -> None:
@@ -201,17 +200,12 @@ class HorizontalCascade(DraftModel):
 
         root ── d1 ── d2 ── d3 ── m1 ── m2 ── m3        three tokens of the draft model, then those of Max-Gram
 
-    The first tokens of a draft are accepted most often, so the better drafter writes them.
-
-    Args:
-        inner: Session of the draft model.
-        extension: Continues the draft model's chain by a chain of its own.
-        num_draft: Largest number of tokens of the draft model per step.
-        threshold: The draft model stops after a token whose probability is below this; 0 never stops it.
+    The first tokens of a draft are accepted most often, so the better drafter writes them: up to ``num_draft``, which
+    ``extension`` continues by a chain of its own.
     """
 
-    def __init__(self, inner: DraftSession, extension: Drafter, num_draft: int = 5, threshold: float = 0.0) -> None:
-        super().__init__(inner, num_draft, threshold)
+    def __init__(self, inner: DraftSession, extension: Drafter, num_draft: int = 5) -> None:
+        super().__init__(inner, num_draft)
         self.extension, self.remembers = extension, inner.remembers or extension.remembers
 
     def begin(self, prompt: Sequence[int]) -> None:

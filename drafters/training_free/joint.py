@@ -7,6 +7,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
@@ -130,11 +131,11 @@ class Joint(Drafter):
         fade: float = 0.9,
         corpus: CorpusTable | None = None,
     ) -> None:
-        if num_nodes < 1 or order < 2 or runner_up < 0 or not 0 < min_probability < 1 or not 0 < fade <= 1:
-            raise ValueError(
-                "need num_nodes >= 1, order >= 2, runner_up >= 0, 0 < min_probability < 1 and 0 < fade <= 1, not "
-                f"{num_nodes}, {order}, {runner_up}, {min_probability} and {fade}"
-            )
+        check_at_least(1, num_nodes=num_nodes)
+        check_at_least(2, order=order)
+        check_at_least(0, runner_up=runner_up)
+        if not 0 < min_probability < 1 or not 0 < fade <= 1:
+            raise ValueError(f"need 0 < min_probability < 1 and 0 < fade <= 1, not {min_probability} and {fade}")
         self.num_nodes, self.min_probability, self.order = num_nodes, min_probability, order
         self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
         self.corpus = corpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.ngram import NgramPool
@@ -54,10 +55,9 @@ class Lookahead(Drafter):
         seed: int = 0,
         pool: NgramPool | None = None,
     ) -> None:
-        if level < 3 or window < 1 or guesses < 0:
-            raise ValueError(
-                f"need level >= 3, window >= 1 and guesses >= 0 (0 for all), not {level}, {window} and {guesses}"
-            )
+        check_at_least(3, level=level)
+        check_at_least(1, window=window)
+        check_at_least(0, guesses=guesses)
         self.level, self.window, self.guesses = level, window, guesses
         self.pool_from_prompt, self.drop_last, self.seed = pool_from_prompt, drop_last, seed
         self.pool = NgramPool(guesses) if pool is None else pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -15,10 +16,8 @@ Gram = tuple[int, ...]
 class NgramPool:
     """The n-grams that followed each key token, in the order of their last insertion.
 
-    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one.
-
-    Args:
-        max_per_key: Number of n-grams kept per key; beyond it the oldest is dropped. 0 keeps all.
+    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one. Beyond ``max_per_key`` n-grams of a key the oldest
+    is dropped; 0 keeps all.
     """
 
     def __init__(self, max_per_key: int = 0) -> None:
@@ -64,11 +63,8 @@ class _NgramIndex(Drafter):
     """An index of the n-grams of a text that can be extended and rewound token by token.
 
     It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. A
-    step costs in proportion to the tokens it adds, not to the length of the text.
-
-    Args:
-        shortest: Number of tokens of the shortest n-gram.
-        longest: Number of tokens of the longest n-gram.
+    step costs in proportion to the tokens it adds, not to the length of the text. N-grams have ``shortest`` to
+    ``longest`` tokens.
     """
 
     remembers = False
@@ -126,8 +122,8 @@ class ANPD(_NgramIndex):
     """
 
     def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True) -> None:
-        if order < 2 or num_draft < 1:
-            raise ValueError(f"order must be at least 2 and num_draft at least 1, got {order} and {num_draft}")
+        check_at_least(2, order=order)
+        check_at_least(1, num_draft=num_draft)
         super().__init__(shortest=2, longest=order)
         self.order, self.num_draft, self.update = order, num_draft, update
 
@@ -189,8 +185,7 @@ class PromptLookup(_NgramIndex):
     """
 
     def __init__(self, max_ngram: int = 3, num_draft: int = 10, partial: bool = True) -> None:
-        if max_ngram < 1 or num_draft < 1:
-            raise ValueError(f"max_ngram and num_draft must be at least 1, got {max_ngram} and {num_draft}")
+        check_at_least(1, max_ngram=max_ngram, num_draft=num_draft)
         super().__init__(shortest=1, longest=max_ngram)
         self.max_ngram, self.num_draft, self.partial = max_ngram, num_draft, partial
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
-from drafters.training_free.draft_model import DraftSession
+from drafters.checks import check_at_least
+from drafters.protocol import Limits, RequiredOutputs, StepResult
+from drafters.training_free.draft_model import DraftModel, DraftSession
 from drafters.training_free.ngram import Gram, NgramPool
 from drafters.tree import DraftTree, Growth
 
 
-class Ouroboros(Drafter):
+class Ouroboros(DraftModel):
     """Phrase by phrase drafting (Ouroboros, arXiv 2402.13720). A phrase is a key token and ``level - 1`` more tokens.
 
         root ── d1 ── … ── dγ ─┬─ phrase 1 of key dγ       the draft of the inner model, then phrases from the pool
@@ -60,19 +61,16 @@ class Ouroboros(Drafter):
         history: bool = True,
         drop_last: bool = False,
     ) -> None:
-        if num_draft < 1 or num_phrases < 1 or level < 3:
-            raise ValueError(
-                f"need num_draft >= 1, num_phrases >= 1 and level >= 3, not {num_draft}, {num_phrases} and {level}"
-            )
-        self.inner, self.pool = inner, pool
-        self.num_draft, self.num_phrases, self.level = num_draft, num_phrases, level
+        check_at_least(1, num_phrases=num_phrases)
+        check_at_least(3, level=level)
+        super().__init__(inner, num_draft)
+        self.pool, self.num_phrases, self.level, self.remembers = pool, num_phrases, level, True
         self.lengthen, self.verify_phrases, self.history, self.drop_last = lengthen, verify_phrases, history, drop_last
-        self.draft_forwards = inner.forwards
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self.history:
             self.pool.clear()
-        self.inner.begin(prompt)
+        super().begin(prompt)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
@@ -131,12 +129,9 @@ class Ouroboros(Drafter):
             corrected.append([after[row] for row in rows] if is_fed and not is_accepted else phrase)
         self.pool.replace_newest(self._draft[-1], corrected)
 
-    def rewind(self, length: int) -> None:
-        self.inner.rewind(length)
-
     def reset(self) -> None:
         self.pool.clear()
-        self.inner.reset()
+        super().reset()
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:

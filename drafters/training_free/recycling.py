@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
@@ -47,11 +48,9 @@ class TokenRecycling(Drafter):
     def __init__(
         self, num_nodes: int = 80, top_k: int = 8, template: Literal["best_first", "paper"] = "best_first"
     ) -> None:
-        if num_nodes < 1 or top_k < 1 or template not in ("best_first", "paper"):
-            raise ValueError(
-                f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}, and template must be best_first "
-                f"or paper, not {template!r}"
-            )
+        check_at_least(1, num_nodes=num_nodes, top_k=top_k)
+        if template not in ("best_first", "paper"):
+            raise ValueError(f"template must be best_first or paper, not {template!r}")
         self.num_nodes, self.top_k, self.template = num_nodes, top_k, template
         self.required_outputs = RequiredOutputs(top_k=top_k)
         self._successors: dict[int, Sequence[int]] = {}
@@ -99,12 +98,7 @@ def best_first(num_nodes: int, top_k: int) -> Template:
     >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
     ((((),),), ())
     """
-    paths = static_tree(np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes), num_nodes)
-    below: dict[RankPath, Template] = {}
-    # In `paths`, children come after their parents, and siblings after those of smaller rank.
-    for path in reversed(paths):
-        below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
-    return below.get((), ())
+    return nested(static_tree(np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes), num_nodes))
 
 
 @lru_cache(maxsize=64)
@@ -114,15 +108,17 @@ def paper_template(num_nodes: int) -> Template:
     >>> paper_template(10)  # ranks 0 to 7, 0-0 and 0-1
     (((), ()), (), (), (), (), (), (), ())
     """
-    budget = num_nodes
-    levels: list[list[int]] = []
+    level: list[RankPath] = [()]
+    paths: list[RankPath] = []
     for counts in PAPER_CHILDREN:
-        levels.append([])
-        for count in counts:
-            levels[-1].append(min(count, budget))
-            budget -= levels[-1][-1]
-    below: list[Template] = []
-    for level in reversed(levels):
-        children = iter(below)
-        below = [tuple(next(children, ()) for _ in range(count)) for count in level]
-    return below[0]
+        level = [(*path, rank) for path, count in zip(level, counts, strict=False) for rank in range(count)]
+        paths += level
+    return nested(paths[:num_nodes])
+
+
+def nested(paths: Sequence[RankPath]) -> Template:
+    """The template of rank paths, in which children come after their parents, and siblings in the order of rank."""
+    below: dict[RankPath, Template] = {}
+    for path in reversed(paths):
+        below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
+    return below.get((), ())

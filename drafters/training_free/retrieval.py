@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.training_free.suffix_array import SuffixArray
@@ -44,11 +45,8 @@ class REST(Drafter):
         length: int = 10,
         official_cut: bool = False,
     ) -> None:
-        if min(num_draft, shortest, num_hits, length) < 1 or longest < shortest:
-            raise ValueError(
-                "num_draft, shortest, num_hits and length must be at least 1 and longest at least shortest, got "
-                f"{num_draft}, {shortest}, {num_hits}, {length} and {longest}"
-            )
+        check_at_least(1, num_draft=num_draft, shortest=shortest, num_hits=num_hits, length=length)
+        check_at_least(shortest, longest=longest)
         if longest + length > store.depth:
             raise ValueError(
                 f"the datastore is sorted by {store.depth} tokens, and longest + length is {longest + length}: "

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
@@ -70,11 +71,8 @@ class SelfDraft(Drafter):
         seed: int = 0,
         corpus: CorpusTable | None = None,
     ) -> None:
-        if branch_len < 3 or not 1 <= gram < branch_len or min(num_branches, max_pad, cache_size) < 1:
-            raise ValueError(
-                "need branch_len >= 3, 1 <= gram < branch_len, and num_branches, max_pad and cache_size >= 1, not "
-                f"{branch_len}, {gram}, {num_branches}, {max_pad}, {cache_size}"
-            )
+        check_at_least(1, gram=gram, num_branches=num_branches, max_pad=max_pad, cache_size=cache_size)
+        check_at_least(max(3, gram + 1), branch_len=branch_len)
         self.branch_len, self.num_branches, self.gram = branch_len, num_branches, gram
         self.max_pad, self.cache_size, self.seed = max_pad, cache_size, seed
         self.text_ngrams, self.drop_last, self.corpus = text_ngrams, drop_last, corpus

@@ -138,9 +138,7 @@ class SuffixArray:
     @classmethod
     def open(cls, path: str | Path) -> SuffixArray:
         """Map a file that `save` wrote into memory, of which only what is used is read, or raise ValueError."""
-        if not Path(path).is_file():
-            raise ValueError(f"no datastore at {path}: make one with `drafters index datastore OUT`")
-        with reading(path, "this is not a datastore: build it again with `drafters index datastore OUT`"):
+        with reading(path, "make a datastore with `drafters index datastore OUT`"):
             with Path(path).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             start = 8 + int.from_bytes(mapped[:8], "little")  # safetensors: length of the header, header, arrays

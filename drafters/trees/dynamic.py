@@ -21,14 +21,8 @@ def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimit
 
     The score of a node is the probability of its path. At each level the ``width`` best nodes get ``top_k`` children
     each; in the end the ``num_nodes`` best of all are kept. A child is never more probable than its parent, so these
-    form a tree. All of this runs on the device; the result is copied to the host once.
-
-    Args:
-        logits: (A, V) logits at A roots.
-        step: Runs the draft module on the next level.
-        width: Nodes expanded at each level.
-        top_k: Children of an expanded node.
-        limits: What each tree may take; ``max_depth`` is the number of levels.
+    form a tree. All of this runs on the device; the result is copied to the host once. Takes logits (A, V) at A roots,
+    and what runs the draft module on the next level, of which there are ``max_depth``.
     """
     beam = torch.full((len(logits), 1), ROOT, device=logits.device)  # the nodes that are expanded
     scores = torch.zeros(beam.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)

@@ -109,18 +109,8 @@ def _search(
             if num_candidates > 0 and depth < min(max_depth, num_frames) and not ended[newest]:
                 bias = min(last, root) if newest > 0 else root
                 if is_ctc:
-                    _spell(
-                        newest,
-                        above,
-                        chosen,
-                        p,
-                        blank[draft],
-                        frame_factors,
-                        frame_scales,
-                        merge_repeats,
-                        blank_end,
-                        label_end,
-                    )
+                    frames = p, blank[draft], frame_factors, frame_scales
+                    _spell(newest, above, chosen, frames, merge_repeats, blank_end, label_end)
                     # A child's prefix probability sums over the frame in which it is first emitted.
                     repeat_score = 0.0
                     for t in range(num_frames):
@@ -179,8 +169,9 @@ def _usable(rows, eos):
 
 
 @njit(cache=True)
-def _spell(node, above, chosen, probs, blank, factors, scales, merge_repeats, blank_end, label_end):
+def _spell(node, above, chosen, frames, merge_repeats, blank_end, label_end):
     """Write b_t and n_t of a node, by the recursion of `drafters.ctc.reference`."""
+    probs, blank, factors, scales = frames
     parent, last, root = above[node], chosen[node], len(factors) - 1
     bias = min(last, root) if node > 0 else root
     bias_above = min(chosen[parent], root) if parent > 0 else root

@@ -17,12 +17,8 @@ def static_tree(accuracies: np.ndarray, num_nodes: int) -> list[RankPath]:
     """The static tree of ``num_nodes`` rank paths with the largest expected number of accepted tokens.
 
     As in Medusa, section 2.3.3, the depths are taken to be right independently of each other. A node is then accepted
-    with the product of the accuracies along its path. The paths come most probable first and thus parents before
-    children; those that are never right are left out.
-
-    Args:
-        accuracies: (K, k) how often the token of each rank is right, at each depth.
-        num_nodes: M, largest number of nodes.
+    with the product of the accuracies along its path: (K, k) how often the token of each rank is right, at each depth.
+    The paths come most probable first and thus parents before children; those that are never right are left out.
     """
     table = np.asarray(accuracies, dtype=float).tolist()
     first = table[0] if table else []

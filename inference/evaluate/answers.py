@@ -155,16 +155,8 @@ def answer_questions(
     Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
     answers that are done once more, because what it drafts for the others depends on them. Other drafters decode a
     question again if the thread waited for a core, at most `MAX_DECODINGS` times and, over all slots, half as often as
-    there are slots.
-
-    Args:
-        base: The base.
-        sessions: A session for each drafter, by the drafter's name.
-        questions: The questions, by index.
-        template: Chat template.
-        max_new_tokens: Maximum number of tokens of a turn.
-        done: The answers of an interrupted run.
-        repeat: How often all questions were decoded before.
+    there are slots. Sessions are given by the names of their drafters, questions by their indices, ``done`` are the
+    answers of an interrupted run, and all questions were decoded ``repeat`` times before.
     """
     done = done or {}
     slots = decoding_order(list(sessions), questions, repeat)

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from data.benchmarks import Question, needs_code, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks
+from drafters.checks import check_at_least
 from inference import drafter_specs, sandbox, timing
 from inference.evaluate import tables, worker
 from inference.evaluate.breakdowns import reasoning
@@ -61,13 +62,10 @@ class EvaluationOptions:
             raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
         if self.typical and any(drafter_specs.is_auto(spec) for spec in self.drafter or []):
             raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
-        for name, number in (("repeats", self.repeats), ("devices", self.devices)):
-            if number != "auto" and number < 1:
-                raise ValueError(f"{name} must be at least 1, not {number}")
+        numbers: Any = {"repeats": self.repeats, "devices": self.devices, "concurrency": min(self.concurrency or [1])}
+        check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
         if not self.server and self.concurrency:
             raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-        if min(self.concurrency or [1]) < 1:
-            raise ValueError(f"concurrency must be at least 1, not {min(self.concurrency or [])}")
         if self.server and (self.typical or self.devices != 1 or sampling.temperature):
             raise ValueError("--typical, --devices and --temperature are for our own decoding loop, not for --server")
 
@@ -120,8 +118,7 @@ def evaluate(
 def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) -> Path | None:
     """Return the folder for the results, or None if no folder was chosen.
 
-    Raises:
-        ValueError: The folder cannot be created, or it holds results under other conditions or without a journal.
+    Raises ValueError if it cannot be created, or holds results under other conditions or without a journal.
     """
     if out is None:
         return None

@@ -77,20 +77,14 @@ class _Pairing:
 
 
 def compare(before: EvaluationResults, after: EvaluationResults) -> list[Difference]:
-    """Compare the drafters of two evaluations question by question.
+    """Compare the drafters of two evaluations question by question; the second one is judged.
 
     The intervals are simultaneous: whatever the number of figures, equal evaluations have something marked in at most
     5 % of cases (Bonferroni). They come from the bootstrap over questions of `intervals.interval`, applied to the ratio
     of both figures, so that what is hard about a question cancels. That of the speed-up is widened by the timing errors
     of both evaluations, at the same level, and the speed-up is not judged where one of them is unknown. Speed-ups are
-    by median step times, as in a `Summary`, from the kept answers.
-
-    Args:
-        before: The evaluation to compare with.
-        after: The evaluation that is judged.
-
-    Raises:
-        ValueError: They share no benchmark, drafter or question, or a question has another prompt.
+    by median step times, as in a `Summary`, from the kept answers. Raises ValueError if they share no benchmark,
+    drafter or question, or a question has another prompt.
     """
     for results in (before, after):
         if any(summary.latency for by_drafter in results.summaries.values() for summary in by_drafter.values()):

@@ -97,7 +97,7 @@ def tail_probability(num_questions: int, level: float) -> float:
     return float(stats.norm.cdf(-sqrt(num_questions / (num_questions - 1)) * quantile))
 
 
-def half_width(groups: Sequence[Sequence[float]], level: float = 0.95) -> float | None:
+def half_width(groups: Sequence[Sequence[float]], level: float = PUBLISHED_LEVEL) -> float | None:
     """Half-width of the confidence interval of the mean of all values, each of which is its group's mean and an error.
 
     The errors are those within the groups; if no group has two values, all values count as one group.

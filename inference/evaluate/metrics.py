@@ -121,12 +121,9 @@ class Summary:
 
 
 def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Sequence[Repeat] = ()) -> Summary:
-    """Compare one drafter's answers with the baseline's answers to the same questions.
+    """Compare one drafter's answers with the baseline's answers to the same questions; ValueError if one is missing.
 
-    Args:
-        answers: One answer to each question; of several repeats, the `median_answers`.
-        baseline: The baseline's answers. Raises ValueError if one is missing.
-        repeats: The answers of both in each repeat, if there was more than one.
+    There is one answer to each question: of several repeats, whose answers are ``repeats``, the `median_answers`.
     """
     if not answers:
         raise ValueError("no answers to summarise: did the run decode any question?")

@@ -31,20 +31,20 @@ MAX_SHOWN_ANSWERS = 48  # of all drafters together, which limits the size of the
 def write_page(
     path: Path, parts: Sequence[tuple[EvaluationResults, Decode | None]], plots_folder: Path | None = None
 ) -> None:
-    """Write the page.
+    """Write the page of evaluations with different conditions.
 
-    Args:
-        path: The page.
-        parts: Evaluations with different conditions, each with the function that turns its token ids into text; without
-            one, the steps of its answers are not shown.
-        plots_folder: A folder that gets the plots as PNG files too, in place of those of an earlier page.
+    Each comes with the function that turns its token ids into text; without one, the steps of its answers are not
+    shown. The folder gets the plots as PNG files too, in place of those of an earlier page.
     """
     from jinja2 import Environment
+
+    def finalize(value: Any) -> Any:
+        return safe_text(value) if type(value) is str else value  # a string that is marked as HTML is ours
 
     every, drawn = [results for results, _ in parts], dict[str, bytes]()
     summaries = [own for results in every for by_drafter in results.summaries.values() for own in by_drafter.values()]
     colours = plots.choose_colours(summaries)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_safe)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
     environment.filters.update(number=number)
     rows = [row for index, results in enumerate(every, 1) for row in overview_rows(results, index)]
     rows.sort(key=lambda row: -(row["summary"].speed.best.value or 0.0))
@@ -69,12 +69,8 @@ def write_page(
 def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> Decode | None:
     """Return the function that turns the token ids of an evaluation into text; None if no tokenizer reproduces it.
 
-    Args:
-        results: The evaluation.
-        tokenizer: Folder of the tokenizer; by default that of the base.
-
-    Raises:
-        ValueError: The given tokenizer cannot be loaded.
+    ``tokenizer`` is a tokenizer's folder, by default that of the base. Raises ValueError if it is given and cannot be
+    loaded.
     """
     try:
         reader = load_tokenizer(tokenizer or results.conditions.base)
@@ -115,10 +111,6 @@ def remarks(summary: Summary, drafter: DrafterConditions | None) -> str:
     if drafter and drafter.is_automatic:
         lines.append("automatic budget: acceptance depends on times")
     return "; ".join(lines)
-
-
-def _safe(value: Any) -> Any:
-    return safe_text(value) if type(value) is str else value  # a string that is marked as HTML is ours
 
 
 def _describe(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -124,11 +124,6 @@ class EvaluationPlan:
     def drafters(self) -> list[str]:
         """Names of the drafters; the first one is the base alone."""
         return list(self.conditions.drafters)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The first line of a journal."""
-        return asdict(self.conditions)
 
     def num_answers(self, benchmarks: Iterable[str]) -> int:
         """Number of answers that all drafters give to benchmarks in one repeat."""

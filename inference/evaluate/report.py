@@ -146,14 +146,9 @@ def table_path(page: Path, kind: Format) -> Path:
 def write_tables(
     page: Path, formats: Sequence[Format], text: str, own: Sequence[tables.Table], rows: Sequence[dict[str, Any]]
 ) -> None:
-    """Write the tables and figures of a page beside it, with its name and another suffix.
+    """Write the tables and figures of a page beside it, with its name and the suffix of each format.
 
-    Args:
-        page: The page.
-        formats: The formats.
-        text: The tables in Markdown.
-        own: The tables, for LaTeX.
-        rows: Flat rows of figures, for CSV and Parquet.
+    The tables are given in Markdown as ``text``, and ``own`` for LaTeX; ``rows`` of figures are for CSV and Parquet.
     """
     import pandas
 

@@ -243,12 +243,6 @@ def overview_table(
     return Table(f"Acceptance length and speed-up by {what}", [what, *drafters], rows)
 
 
-def overview(summaries: Summaries) -> list[Table]:
-    """The table of all drafters on all benchmarks, if there are several."""
-    drafters = dict.fromkeys(name for by_drafter in summaries.values() for name in _without_baseline(by_drafter))
-    return [overview_table("benchmark", summaries, list(drafters))] if len(summaries) > 1 else []
-
-
 def lengths_table(of: str, ranges: Mapping[str, Sequence[LengthRange]]) -> Table:
     """A row for each range of lengths; one range alone would repeat the table of drafters, and is left out."""
     by_drafter = {name: {(each.start, each.end): each for each in own} for name, own in ranges.items() if own}
@@ -289,7 +283,9 @@ def difference_tables(differences: Sequence[Difference]) -> list[Table]:
 
 def all_tables(results: EvaluationResults) -> Iterator[Table]:
     """All tables of an evaluation, with their benchmark in the title."""
-    yield from overview(results.summaries)
+    if len(results.summaries) > 1:
+        drafters = dict.fromkeys(name for by in results.summaries.values() for name in _without_baseline(by))
+        yield overview_table("benchmark", results.summaries, list(drafters))
     for benchmark, by_drafter in results.summaries.items():
         for table in benchmark_tables(by_drafter, results.answers.get(benchmark, {})):
             yield replace(table, title=f"{benchmark}: {table.title}" if table.title else benchmark)
@@ -335,7 +331,10 @@ def headline(results: EvaluationResults) -> str:
     shown = [summary for summaries in own.values() for summary in summaries]
     identical, answers = sum(s.identical for s in shown), sum(s.questions for s in shown)
     texts = "the same text as" if identical == answers else f"in {identical} of {answers} answers the same text as"
-    times = [_times(speeds[name], summaries) for name, summaries in own.items()]
+    times = []
+    for name, summaries in own.items():
+        ends = [f"{end:.2f}" for end in summaries[0].speed.best.interval or ()] if len(summaries) == 1 else []
+        times.append(f"{speeds[name]:.2f}x" + (f" ({' to '.join(ends)})" if len(set(ends)) > 1 else ""))
     lengths = [_geometric_mean(s.acceptance.length.value for s in summaries) for summaries in own.values()]
     accepted = f", {_listed([f'{length:.1f}' for length in lengths])} tokens per base forward" if all(lengths) else ""
     num_benchmarks = len(next(iter(own.values())))
@@ -358,11 +357,6 @@ def measured_speeds(summaries: Summaries) -> dict[str, float]:
     most = max(map(len, by_name.values()), default=0)
     speeds = {drafter: _geometric_mean(each) for drafter, each in by_name.items() if len(each) == most}
     return dict(sorted(speeds.items(), key=lambda item: -item[1]))
-
-
-def _times(speed: float, summaries: Sequence[Summary]) -> str:
-    ends = [f"{end:.2f}" for end in summaries[0].speed.best.interval or ()] if len(summaries) == 1 else []
-    return f"{speed:.2f}x" + (f" ({' to '.join(ends)})" if len(set(ends)) > 1 else "")
 
 
 def _base(summary: Summary) -> str:

@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing import connection
@@ -57,7 +57,7 @@ class Worker:
     def run(self, path: Path, load: float | None, repeat: int, benchmarks: list[str]) -> Iterator[bool]:
         """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
         plan, conditions = self.plan, self.plan.conditions
-        with Journal(path, plan.settings) as journal:
+        with Journal(path, asdict(conditions)) as journal:
             entries = read_entries(journal)
             for benchmark in benchmarks:
                 own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
@@ -81,14 +81,11 @@ class Worker:
 def run(
     plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat], on_ready: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Answer all questions; yield for each answer whether it was decoded now.
+    """Answer all questions, into journals in a folder; yield for each answer whether it was decoded now.
 
-    Args:
-        plan: What is decoded.
-        folder: Folder of the journals.
-        repeats: The repeats; the next one is taken when the answers of the last one are in the journals.
-        on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
-            evaluation any more; only then old results may be deleted.
+    The next of the ``repeats`` is taken when the answers of the last one are in the journals. ``on_ready`` is called
+    once all bases and drafters are loaded, so that no mistake in the arguments can stop the evaluation any more; only
+    then old results may be deleted.
     """
     load = timing.running_threads()
     if len(plan.conditions.devices) == 1:
@@ -262,7 +259,7 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
     """Read the journals of all processes."""
     found, entries = CollectedAnswers(plan), []
     for number in range(len(plan.conditions.devices)):
-        own = read_entries(Journal(journal_path(folder, number), plan.settings))
+        own = read_entries(Journal(journal_path(folder, number), asdict(plan.conditions)))
         found.num_starts = max(found.num_starts, sum(entry.answer is None for entry in own))
         entries += own
     multiples = [entry.row_multiple or 0 for entry in entries if entry.answer is None]

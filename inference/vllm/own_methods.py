@@ -55,23 +55,14 @@ class FusedLayers:
 
 @dataclass(frozen=True)
 class OwnMethod:
-    """A drafter that vLLM reads itself.
+    """A drafter that vLLM reads itself."""
 
-    Args:
-        method: What vLLM calls its method.
-        folder: Its folder.
-        num_tokens: Tokens of a draft, if the folder says so.
-        base_name: The base, if the folder names it.
-        sizes: Sizes of the base that it was trained for.
-        last_fused_layer: The last layer of the base that it reads; 0 if the folder does not name its layers.
-    """
-
-    method: str
+    method: str  # as vLLM calls it
     folder: Path
-    num_tokens: int | None
-    base_name: str | None
-    sizes: dict[str, int]
-    last_fused_layer: int = 0
+    num_tokens: int | None  # of a draft, if the folder says so
+    base_name: str | None  # if the folder names it
+    sizes: dict[str, int]  # of the base that it was trained for
+    last_fused_layer: int = 0  # the last layer of the base that it reads; 0 if the folder does not name its layers
 
     def check_chain(self, num_tokens: int) -> None:
         """Raise ValueError if vLLM could not start the drafter with chains of this length, or under this path."""
@@ -106,8 +97,7 @@ def spec_of_folder(folder: Path) -> str | None:
 def read_own_method(spec: str) -> OwnMethod | None:
     """Return the drafter of a spec whose folder is in the format of one of vLLM's own methods; else None.
 
-    Raises:
-        ValueError: It is another method than the spec names, the spec has options, or a file is damaged.
+    Raises ValueError if it is another method than the spec names, the spec has options, or a file is damaged.
     """
     name, folder, options = drafter_specs.split(spec)
     if name not in METHODS or not folder or (found := _read(drafter_specs.drafter_folder(folder))) is None:

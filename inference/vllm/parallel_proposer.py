@@ -35,8 +35,7 @@ class FedBatch:
     def of(cls, metadata: Any, positions: Tensor, block_size: int) -> FedBatch:
         """Read the attention metadata of a forward; ``positions`` (N,) are those of its tokens.
 
-        Raises:
-            ValueError: The attention backend tells no block table of this block size.
+        Raises ValueError if the attention backend tells no block table of this block size.
         """
         table = getattr(metadata, "block_table", None)
         if table is not None:
@@ -96,11 +95,6 @@ class SlotCache:
     def num_bytes(self) -> int:
         return self._rows.numel() * self._rows.element_size()
 
-    @property
-    def max_gathered(self) -> int:
-        """Number of positions that one draft may gather."""
-        return MAX_GATHERED_BYTES * self.num_slots // self.num_bytes
-
     def write(self, slots: Tensor, context: list[tuple[Tensor, Tensor]]) -> None:
         """Store the keys and values of N positions, as `Trunk.context` gives them: for each layer two (1, h, N, d)."""
         for layer, pair in enumerate(context):
@@ -117,20 +111,24 @@ class ParallelProposer(Proposer):
     """Serves a CTC or block drafter; ``drafter`` is the folder that `drafters export` wrote.
 
     vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
-    they belong from the attention metadata of the same forward.
-
-    Raises:
-        ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,
-            or the engine runs compiled or spreads the base's layers over processes.
+    they belong from the attention metadata of the same forward. Raises ValueError if the folder is missing or damaged,
+    the drafter is of another kind or was trained for another base, or the engine runs compiled or spreads the base's
+    layers over processes.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        _check_engine(vllm_config)
+        if not vllm_config.model_config.enforce_eager:
+            raise ValueError(
+                "the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager"
+            )
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
         folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
         drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
         self.drafter = cast(ParallelDrafter, drafter)
-        if self.drafter.tokens_in_context and _takes_embeddings(vllm_config):
+        model: Any = vllm_config.model_config  # with embeddings for images, and for prompts of embeddings
+        if self.drafter.tokens_in_context and (model.is_multimodal_model or model.enable_prompt_embeds):
             raise ValueError(
                 f"{self.base.name} takes embeddings in place of tokens in vLLM, and the drafter reads tokens: "
                 "train one with tokens_in_context: false"
@@ -143,8 +141,7 @@ class ParallelProposer(Proposer):
     def load_model(self, target_model: nn.Module) -> None:
         """Attach the base's embedding and LM head, and a hook that reads its hidden states.
 
-        Raises:
-            ValueError: The model does not give out the hidden states that the drafter reads.
+        Raises ValueError if the model does not give out the hidden states that the drafter reads.
         """
         model: Any = target_model
         try:
@@ -219,28 +216,13 @@ class ParallelProposer(Proposer):
         assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
         device, chains = self.weights.embedding.device, dict[int, list[int]]()
         lengths = [len(text) - 1 for text in texts]  # the root is not fed yet
-        for group in groups(lengths, self.cache.max_gathered):
+        for group in groups(lengths, MAX_GATHERED_BYTES * self.cache.num_slots // self.cache.num_bytes):
             anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
             roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
             context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))
             trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
-
-
-def _check_engine(vllm_config: VllmConfig) -> None:
-    """Raise ValueError if vLLM runs the base in a way in which the hook does not see its hidden states."""
-    parallel: Any = vllm_config.parallel_config
-    if not vllm_config.model_config.enforce_eager:
-        raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
-    if parallel.pipeline_parallel_size > 1:
-        raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
-
-
-def _takes_embeddings(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM hands the base embeddings instead of tokens, as it does for images and for prompts of embeddings."""
-    model: Any = vllm_config.model_config
-    return bool(model.is_multimodal_model or model.enable_prompt_embeds)
 
 
 def _whole(weight: Tensor) -> Tensor:
@@ -254,11 +236,7 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 def _only_group(metadata_by_layer: Any) -> Any:
-    """The attention metadata that all layers share.
-
-    Raises:
-        ValueError: Layers keep their caches in different blocks, as with sliding windows.
-    """
+    """The attention metadata that all layers share; ValueError if they keep caches in different blocks (windows)."""
     different = {id(metadata): metadata for metadata in metadata_by_layer.values()}
     if len(different) != 1:
         raise ValueError("vLLM keeps this base's layers in several KV cache groups, which the drafter cannot follow")

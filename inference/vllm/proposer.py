@@ -31,10 +31,8 @@ class Proposer(ABC):
         --speculative-config '{"method": "custom_class", "model": "MODULE.CLASS", "num_speculative_tokens": 6}'
         --additional-config '{"drafter": "FOLDER"}'
 
-    vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed.
-
-    Raises:
-        ValueError: The drafter is missing or does not fit the base, or vLLM would verify it wrongly.
+    vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed. Raises
+    ValueError if the drafter is missing or does not fit the base, or vLLM would verify it wrongly.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -56,7 +54,9 @@ class Proposer(ABC):
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         tokenizer = load_tokenizer(join_revision(model.tokenizer, model.tokenizer_revision))
         self.base = BaseConfig(model.model, tokenizer, model.hf_text_config)
-        self.limits = Limits(self.num_tokens, eos=_end_tokens(model))
+        ids = model.try_get_generation_config().get("eos_token_id")
+        ids = model.hf_text_config.eos_token_id if ids is None else ids
+        self.limits = Limits(self.num_tokens, eos=frozenset([ids] if isinstance(ids, int) else ids or ()))
         self.num_drafts = 0
         """Number of texts that a chain was asked for so far, one per request and step after its prefill."""
 
@@ -116,10 +116,3 @@ def sampler_loses_temperatures() -> bool:
 def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
     additional = vllm_config.additional_config
     return additional if isinstance(additional, dict) else {}
-
-
-def _end_tokens(model_config: Any) -> frozenset[int]:
-    """The end-of-sequence tokens: of the generation configuration, else of the model's."""
-    ids = model_config.try_get_generation_config().get("eos_token_id")
-    ids = model_config.hf_text_config.eos_token_id if ids is None else ids
-    return frozenset([ids] if isinstance(ids, int) else ids or ())

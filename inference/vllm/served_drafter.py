@@ -32,8 +32,7 @@ def check_version(version: str) -> None:
 def spec_of(drafter: str) -> str:
     """Return the spec ``NAME=FOLDER`` of an exported drafter's folder, in vLLM's format too; a spec stays as it is.
 
-    Raises:
-        ValueError: It is a path without an exported drafter.
+    Raises ValueError if it is a path without an exported drafter.
     """
     found = drafter_specs.drafter_folder(drafter)
     if not found.is_dir():
@@ -44,15 +43,9 @@ def spec_of(drafter: str) -> str:
 
 
 def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, DrafterConfig]:
-    """Return the folder of a CTC or block drafter and its configuration, set to draft chains.
+    """Return the folder of a CTC or block drafter and its configuration, set to draft chains of ``num_tokens`` at most.
 
-    Args:
-        spec: ``NAME=FOLDER``, with options after a colon.
-        base: The base that is served.
-        num_tokens: Largest number of tokens of a chain.
-
-    Raises:
-        ValueError: vLLM cannot serve the drafter, or it was trained for another base.
+    Raises ValueError if vLLM cannot serve the drafter of this spec, or it was trained for another base.
     """
     name, folder, _ = parts = drafter_specs.split(spec)
     drafter_class = parts.registration.learned_class
@@ -72,15 +65,10 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
 
 
 def chain_builder(spec: str, base: BaseConfig, num_tokens: int) -> Callable[[], Drafter]:
-    """Return a function that builds independent drafters of chains, each for one text at a time.
+    """Return a function that builds independent drafters of chains of up to ``num_tokens``, each for one text.
 
-    Args:
-        spec: A drafter that reads nothing but tokens, such as ``joint:runner_up=0``.
-        base: The base that is served.
-        num_tokens: Largest number of tokens of a chain.
-
-    Raises:
-        ValueError: The drafter is unknown, needs more than tokens, or its file belongs to another tokenizer.
+    Raises ValueError if the drafter of this spec, such as ``joint:runner_up=0``, is unknown, reads more than tokens, or
+    its file belongs to another tokenizer.
     """
     try:
         build = drafter_specs.builder_from_tokens(spec, base)
@@ -90,12 +78,7 @@ def chain_builder(spec: str, base: BaseConfig, num_tokens: int) -> Callable[[], 
 
 
 class ChainDrafter(Drafter):
-    """Proposes the first path of another drafter's tree, for engines that verify a single path.
-
-    Args:
-        drafter: The drafter.
-        num_tokens: Largest number of tokens of a chain.
-    """
+    """Proposes the first ``num_tokens`` of the first path of another drafter's tree, for engines that verify a path."""
 
     def __init__(self, drafter: Drafter, num_tokens: int) -> None:
         self.drafter, self.num_tokens = drafter, num_tokens
@@ -105,4 +88,4 @@ class ChainDrafter(Drafter):
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         tokens = self.drafter.propose(seq, limits).first_path(min(self.num_tokens, limits.max_depth, limits.max_nodes))
-        return DraftTree(tokens, range(-1, len(tokens) - 1))
+        return DraftTree.chain(tokens)

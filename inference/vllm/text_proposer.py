@@ -61,13 +61,6 @@ class Followers:
         self._build = build
         self._followers: list[Follower] = []  # the one used last comes last
 
-    def __len__(self) -> int:
-        return len(self._followers)
-
-    def forget(self) -> None:
-        """Start every text anew, with new drafters."""
-        self._followers = []
-
     def propose(self, texts: list[np.ndarray], limits: Limits) -> list[list[int]]:
         """Return a chain for each text."""
         longest_first = sorted(self._followers, key=lambda follower: len(follower.tokens), reverse=True)

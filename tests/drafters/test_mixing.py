@@ -5,16 +5,16 @@ from math import log
 
 import pytest
 
-from drafters.merged import Agreement, LogisticMixer, combine, log_odds
+from drafters.merged import LogisticMixer, combine, log_odds
 
 
 def test_what_two_predictors_say_about_the_tokens_that_either_names():
     pairs = dict(combine({5: 0.5, 6: 0.3}, {6: 0.6, 7: 0.1}))
-    assert pairs[5] == (Agreement.FIRST, 0.0, pytest.approx(log(0.3 / 0.7)))
-    assert pairs[6] == pytest.approx((Agreement.BOTH, log(0.3 / 0.7), log(0.6 / 0.4)))
-    assert pairs[7] == pytest.approx((Agreement.SECOND, log(0.2 / 0.8), log(0.1 / 0.9)))
-    assert dict(combine({5: 0.5}, {})) == {5: (Agreement.FIRST_ALONE, 0.0, 0.0)}
-    assert dict(combine({}, {5: 0.5})) == {5: (Agreement.SECOND_ALONE, 0.0, 0.0)}
+    assert pairs[5] == ("first", 0.0, pytest.approx(log(0.3 / 0.7)))
+    assert pairs[6] == pytest.approx(("both", log(0.3 / 0.7), log(0.6 / 0.4)))
+    assert pairs[7] == pytest.approx(("second", log(0.2 / 0.8), log(0.1 / 0.9)))
+    assert dict(combine({5: 0.5}, {})) == {5: ("first alone", 0.0, 0.0)}
+    assert dict(combine({}, {5: 0.5})) == {5: ("second alone", 0.0, 0.0)}
     assert combine({}, {}) == []
 
 

@@ -97,7 +97,7 @@ def tiny_chat():
 
 @pytest.fixture(scope="session")
 def prompts(tiny_chat):
-    questions = benchmarks.load_questions("embedded", limit=NUM_PROMPTS)
+    questions = benchmarks.load_questions("embedded")[:NUM_PROMPTS]
     return [encode_messages(tiny_chat, [("user", question.turns[0])], "tokenizer") for question in questions]
 
 

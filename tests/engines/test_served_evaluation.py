@@ -18,7 +18,7 @@ NUM_TOKENS = 64
 def arguments(prompts, tmp_path, monkeypatch):
     """An evaluation of the first turns of the questions of the prompts."""
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # set for the engines inside the test process
-    asked = benchmarks.load_questions("embedded", limit=len(prompts))
+    asked = benchmarks.load_questions("embedded")[: len(prompts)]
     rows = [{"question_id": each.question_id, "turns": each.turns[:1]} for each in asked]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["eval", "--server", "vllm", "--base", "checkpoints/tiny-chat", "--max-new-tokens", str(NUM_TOKENS)]

@@ -118,7 +118,7 @@ def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
     assert result.tokens == Session(runner, drafter_specs.make("none", runner)).run([5, 6, 7], 8).tokens
     automatic = drafter_specs.make(f"merged={folder}:num_nodes=auto", runner)
     assert automatic.drafter.num_nodes == 64 and automatic.controller.learned_may_rest
-    assert "need num_nodes >= 1" in refusal(f"merged={folder}:num_nodes=0", base)
+    assert "num_nodes must be at least 1" in refusal(f"merged={folder}:num_nodes=0", base)
     drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
     assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)
     other = save(replace(config, base=replace(base.shape, num_layers=3)), "other")

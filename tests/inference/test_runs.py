@@ -3,17 +3,18 @@
 import shutil
 
 import pytest
+from rich.progress import TaskProgressColumn
 
 from inference import runs
 from inference.runs import fingerprint, progress_bars, throughput_bar
 
 
-@pytest.mark.parametrize("unit, shown", [("items", "3/3"), ("percent", "100%")])
-def test_a_bar_shows_what_is_done_on_a_terminal_only(capsys, monkeypatch, unit, shown):
+@pytest.mark.parametrize("done, shown", [(None, "3/3"), (TaskProgressColumn(), "100%")])
+def test_a_bar_shows_what_is_done_on_a_terminal_only(capsys, monkeypatch, done, shown):
     for is_terminal in (False, True):
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
-        with progress_bars(unit) as bars:
+        with progress_bars(done) as bars:
             assert list(bars.track([1, 2, 3], description="decode")) == [1, 2, 3]
         captured = capsys.readouterr()
         assert ("decode" in captured.err and shown in captured.err) == bool(captured.err) == is_terminal

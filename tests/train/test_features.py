@@ -307,7 +307,7 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
     assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
     replace(Manifest.read(folder), tokenizer="0").save(folder)
     assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refusal()
-    assert "no feature store at" in refusal(tmp_path / "nowhere")
+    assert "manifest.json: no such file or directory" in refusal(tmp_path / "nowhere")
     shutil.copy(stores / "float32" / "manifest.json", folder)
     (folder / "shard-00001.safetensors").unlink()
     assert "shard-00001.safetensors is missing" in refusal()
@@ -322,4 +322,4 @@ def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe,
     assert done.code == 0, done.err
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
     missing = call(run_lightning, *words, "--ckpt_path", "last", "--data.features", tmp_path / "none")
-    assert "no feature store at" in missing.one_line_error("lightning")
+    assert "manifest.json: no such file or directory" in missing.one_line_error("lightning")

@@ -455,7 +455,9 @@ def test_damaged_and_hostile_folders_end_in_one_line(base, call, tmp_path):
     ):
         settings.write_text(text)
         assert message in error("--base", base.name), text
-    assert "no folder" in call(run_drafters, "import", tmp_path / "none", tmp_path / "out").one_line_error("drafters")
+    assert "download the drafter first" in call(
+        run_drafters, "import", tmp_path / "none", tmp_path / "out"
+    ).one_line_error("drafters")
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run_and_name_what_to_lower()
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 4, had a loss .* lower model.learning_rate"):
         fit(Line(bad), SkipNonFiniteSteps(max_skipped=2))
     fit(Line(bad), SkipNonFiniteSteps(max_skipped=4))
-    with pytest.raises(ValueError, match=r"non_finite.max_skipped must be at least 0, not -1"):
+    with pytest.raises(ValueError, match=r"max_skipped must be at least 0, not -1"):
         SkipNonFiniteSteps(max_skipped=-1)
 
 

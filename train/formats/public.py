@@ -54,10 +54,8 @@ class PublicCheckpoint:
 
         Raises ValueError if a setting is missing or of a wrong type.
         """
-        try:
+        with reading(self.folder / "config.json"):
             return validated(kind, self.config if values is None else values)
-        except ValueError as error:
-            raise ValueError(f"{self.folder / 'config.json'}: {error}") from error
 
     def take(self, name: str) -> Tensor:
         """Take one weight out; ValueError if there is none of this name."""
@@ -113,9 +111,7 @@ def read_public_checkpoint(folder: Path) -> PublicCheckpoint:
 
     Raises ValueError if a file is missing or damaged, or the folder is a drafter of this project already.
     """
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder}: download the drafter first, then pass its folder")
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", "download the drafter first, then pass its folder")
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'} is not an object: download the drafter again")
     if "class_path" in config:

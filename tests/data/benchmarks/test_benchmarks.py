@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from data import embedded
-from data.benchmarks import BENCHMARKS, Checks, Question, find_benchmark, length_cap, load_questions
+from data.benchmarks import BENCHMARKS, Question, find_benchmark, length_cap, load_questions
+from data.benchmarks.question import Checks
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
@@ -62,13 +63,13 @@ def write(tmp_path):
 
 
 def test_mt_bench_keeps_its_ids_and_turns(write):
-    questions = load_questions("mt_bench", write(MT_BENCH), offset=1, limit=2)
+    questions = load_questions("mt_bench", write(MT_BENCH))[1:3]
     assert [question.question_id for question in questions] == [82, 83]
     assert questions[0] == Question(82, "writing", ("Ask 1", "Again"), None)
 
 
 def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
-    assert load_questions("gsm8k", write(GSM8K), offset=2) == [
+    assert load_questions("gsm8k", write(GSM8K))[2:] == [
         Question(2, "math", ("What is 2 + 1?",), "#### 3"),
         Question(3, "math", ("What is 3 + 1?",), "#### 4"),
     ]
@@ -88,7 +89,7 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
         ("gsm8k", [*GSM8K, MT_BENCH[0]], "line 5: not a question of gsm8k, expected the fields question, answer"),
         ("gsm8k", [], "the file is empty"),
         ("humaneval", [HUMANEVAL[0], MBPP[0]], "line 2: not a question of humaneval, expected the fields task_id"),
-        ("mbpp", [MBPP[0]], "no question selected: mbpp has 0"),
+        ("mbpp", [MBPP[0]], "holds no question of mbpp: give another file"),
         ("cnn_dm", [{"docs": [], "result": {"text": "a"}}], "line 1: not a question of cnn_dm"),
         ("aime25", [{"problem": "a", "answer": True}], "line 1.*answer is neither a text nor an integer"),
         ("file", [{"turns": ["a"]}, {"turns": [{"content": 5}]}], "line 2.*content is not a text"),
@@ -103,13 +104,6 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
 def test_a_malformed_file_is_named_with_its_line(write, name, rows, reason):
     with pytest.raises(ValueError, match=reason):
         load_questions(name, write(rows))
-
-
-@pytest.mark.parametrize(("offset", "limit"), [(-1, None), (0, 0), (9, None)])
-def test_an_offset_or_limit_out_of_range_is_refused(write, offset, limit):
-    said = f"gsm8k has 4, offset is {offset}" if offset > 0 else f"limit at least 1, not {offset} and {limit}"
-    with pytest.raises(ValueError, match=said):
-        load_questions("gsm8k", write(GSM8K), offset, limit)
 
 
 def test_an_unknown_benchmark_and_a_missing_file_are_named(tmp_path):
@@ -261,7 +255,7 @@ def test_parallel_text_files_are_paired_line_by_line(tmp_path):
 def test_a_few_shot_style_reads_its_examples_from_the_second_file(write):
     train = [{"question": f"Q{n}", "answer": f"A{n} #### {n}"} for n in range(9)]
     files = f"{write(GSM8K)},{write(train, 'train.jsonl')}"
-    question = load_questions("gsm8k:shots", files, offset=3)[0]
+    question = load_questions("gsm8k:shots", files)[3]
     shown = "".join(f"Q: Q{n}\nA: A{n} #### {n}\n\n" for n in range(8))
     assert question == Question(
         3, "math", (f"{shown}Q: What is 3 + 1?\nA:",), "#### 4", is_raw=True, stops=("\nQ:",)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data.benchmarks import Checks, Question, load_questions, mathematics, needs_code, needs_package, score
+from data.benchmarks import Question, load_questions, mathematics, needs_code, needs_package, score
 from data.benchmarks.mathematics import final_number
+from data.benchmarks.question import Checks
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
@@ -178,7 +179,7 @@ def test_real_solutions_of_humaneval_and_mbpp_pass_and_others_fail(style):
     stripped = [text.strip() for text in right]  # as `drafters eval` records answers
     assert score("humaneval", chosen, stripped, run) == {"pass@1": 100.0}
     assert score("humaneval", chosen, ["    return None"] * 5, run) == {"pass@1": 0.0}
-    asked = load_questions("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"), limit=5)
+    asked = load_questions("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"))[:5]
     right = [question.reference for question in asked]
     assert score("mbpp", asked, right, run) == {"pass@1": 100.0}
     assert score("mbpp", asked, right[1:] + right[:1], run) == {"pass@1": 0.0}

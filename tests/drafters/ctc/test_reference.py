@@ -55,9 +55,10 @@ def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num
     nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
     after = torch.tensor(nexts, dtype=torch.float64)
     torch.testing.assert_close(found.prefix, every, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.exact, whole, rtol=1e-12, atol=1e-15)
+    exact = found.blank_end[:, -1] + found.label_end[:, -1]
+    torch.testing.assert_close(exact, whole, rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(found.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(found.stop, 1 - found.next_token_probs().sum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(exact / found.prefix, 1 - found.next_token_probs().sum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -18,25 +18,25 @@ from drafters import (
 )
 
 STORE = SuffixArray.build([[1, 2, 3]], depth=26)
-DRAFT = "need num_draft >= 1 and 0 <= threshold < 1"
 REFUSED = [
     *((kind, given, "at least") for kind, given in ((ANPD, {"order": 1}), (ANPD, {"num_draft": 0}))),
     *((PromptLookup, {name: 0}, "at least") for name in ("max_ngram", "num_draft")),
     *((TokenRecycling, {name: 0}, "at least 1") for name in ("num_nodes", "top_k")),
     (TokenRecycling, {"template": "flat"}, "template must be best_first or paper, not 'flat'"),
-    *((Lookahead, {name: given}, "level >= 3") for name, given in (("level", 2), ("window", 0), ("guesses", -1))),
+    *((Lookahead, {name: given}, f"{name} must") for name, given in (("level", 2), ("window", 0), ("guesses", -1))),
     *((Joint, {name: 0}, name) for name in ("num_nodes", "order", "min_probability", "fade")),
     (Joint, {"runner_up": -1}, "runner_up"),
-    *((SelfDraft, {name: 0}, "need branch_len >= 3") for name in ("gram", "num_branches", "max_pad")),
-    *((SelfDraft, given, "need branch_len >= 3") for given in ({"branch_len": 4}, {"branch_len": 2, "gram": 1})),
+    *((SelfDraft, {name: 0}, f"{name} must be at least 1") for name in ("gram", "num_branches", "max_pad")),
+    (SelfDraft, {"branch_len": 4}, "branch_len must be at least 5"),
+    (SelfDraft, {"branch_len": 2, "gram": 1}, "branch_len must be at least 3"),
     *(
-        (kind, given, DRAFT)
+        (kind, {name: given}, f"{name} must be at least")
         for kind in (DraftModel, SelfSpeculative)
-        for given in ({"num_draft": 0}, {"threshold": 1.0})
+        for name, given in (("num_draft", 0), ("threshold", 1.0))
     ),
-    *((Ouroboros, {name: 0}, "num_draft >= 1, num_phrases >= 1 and") for name in ("num_draft", "num_phrases", "level")),
+    *((Ouroboros, {name: 0}, f"{name} must be at least") for name in ("num_draft", "num_phrases", "level")),
     *((REST, {name: 0}, "must be at least 1") for name in ("num_draft", "shortest", "num_hits", "length")),
-    (REST, {"longest": 3, "shortest": 4}, "longest at least shortest"),
+    (REST, {"longest": 3, "shortest": 4}, "longest must be at least 4"),
     (REST, {"longest": 20}, r"sorted by 26 tokens, and longest \+ length is 30: look up less"),
 ]
 FIRST = {DraftModel: [None], SelfSpeculative: [None], Ouroboros: [None, NgramPool()], REST: [STORE]}

@@ -83,9 +83,9 @@ def test_a_file_that_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
     for name, (keys, offsets) in {"broken": ([0, 1, 2], [0, 1, 2]), "turned": ([5, 4, 3], [0, 1, 3, 4])}.items():
         CorpusTable(np.array(keys), np.array(offsets), np.zeros((offsets[-1], 4), np.int32)).save(tmp_path / name)
     for name, said in {
-        "absent": "make one with `drafters index corpus OUT`",
-        "short": "is not a corpus cache",
-        "text": "is not a corpus cache",
+        "absent": "make a corpus cache with `drafters index corpus OUT`",
+        "short": "make a corpus cache",
+        "text": "make a corpus cache",
         "model": "another kind of file",
         "broken": "do not fit each other",
         "turned": "its contexts are not in order",

@@ -160,7 +160,7 @@ def decisions(tree, says):
 class Pen(DraftSession):
     """Writes a given draft."""
 
-    forwards, remembers = 0, False
+    forwards, remembers, samples_drafts = 0, False, False
 
     def __init__(self, draft):
         self.draft, self.calls = draft, []

@@ -111,12 +111,12 @@ def damages(data):
 
 def test_a_file_that_is_no_datastore_is_refused_in_one_line(tmp_path):
     path = tmp_path / "store"
-    with pytest.raises(ValueError, match=r"no datastore at .* make one with `drafters index datastore OUT`"):
+    with pytest.raises(ValueError, match="no such file or directory; make a datastore with `drafters index"):
         SuffixArray.open(path)
     SuffixArray.build(documents_of(2)).save(path)
     for data in damages(path.read_bytes()).values():
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"is not a datastore: build it again") as caught:
+        with pytest.raises(ValueError, match="make a datastore with") as caught:
             SuffixArray.open(path)
         assert "\n" not in str(caught.value)
 

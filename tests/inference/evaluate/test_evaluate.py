@@ -372,7 +372,7 @@ def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_
     monkeypatch.setattr(worker, "MAX_REPEATS", 3)
 
     def decode(repeat, benchmarks, spread):
-        with Journal(worker.journal_path(tmp_path, 0), plan.settings) as journal:
+        with Journal(worker.journal_path(tmp_path, 0), asdict(plan.conditions)) as journal:
             for name in benchmarks:
                 for place, drafter in decoding_order(names, range(len(QUESTIONS))):
                     factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)

@@ -42,7 +42,7 @@ def test_rows_in_any_order_get_the_chains_of_a_drafter_of_their_own(build, is_pr
             assert chain == list(own[name].propose(texts[name], LIMITS).tokens)
             num_tokens += len(chain)
             texts[name] += [*chain[:2], rng.randrange(6)] if step % 3 else [runner.next(texts[name])]
-    assert len(followers) <= 4 and num_tokens > 100
+    assert len(followers._followers) <= 4 and num_tokens > 100
 
 
 def test_a_text_that_goes_on_is_not_begun_again_and_an_idle_drafter_takes_the_next_text():
@@ -50,9 +50,9 @@ def test_a_text_that_goes_on_is_not_begun_again_and_an_idle_drafter_takes_the_ne
     first, second = np.array([1, 2, 3]), np.array([4, 5])
     followers.propose([first, second], LIMITS)
     followers.propose([np.append(second, 6), np.append(first, 4)], LIMITS)
-    assert (Counting.begun, len(followers)) == (2, 2)
+    assert (Counting.begun, len(followers._followers)) == (2, 2)
     followers.propose([np.array([9, 9])], LIMITS)
-    assert (Counting.begun, len(followers)) == (3, 2)
+    assert (Counting.begun, len(followers._followers)) == (3, 2)
 
 
 def test_texts_with_a_common_prompt_keep_their_own_drafters():
@@ -83,12 +83,3 @@ def test_a_text_is_compared_in_full_with_its_own_drafter_only(monkeypatch):
     Counting.begun = 0
     followers.propose([np.append(text, 9) for text in reversed(texts)], LIMITS)
     assert len(compared) == len(texts) and Counting.begun == 0
-
-
-def test_after_forgetting_every_text_has_a_new_drafter():
-    followers = Followers(Counting)
-    followers.propose([np.array([1, 2, 3])], LIMITS)
-    followers.forget()
-    Counting.begun = 0
-    followers.propose([np.array([1, 2, 3, 4])], LIMITS)
-    assert (Counting.begun, len(followers)) == (1, 1)

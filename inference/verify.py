@@ -6,16 +6,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from rich.table import Table
 from rich.text import Text as RichText
 from scipy import optimize, stats
+from torch import Tensor
 
 from data.files import SafeConsole
-from drafters.protocol import NoDrafter
+from drafters.protocol import Drafter, Limits, NoDrafter, StepResult
+from drafters.tree import DraftTree
 from inference import drafter_specs
 from inference.questions import QuestionOptions
 from inference.runs import progress_bars
@@ -25,7 +27,7 @@ from inference.verifier.compiled import make_runner
 from inference.verifier.layers import takes_argument
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Session, acceptance_length, check_prompt
+from inference.verifier.session import Generation, Session, Step, acceptance_length, check_prompt
 
 MAX_SHOWN_DIVERGENCES = 3  # of each drafter
 MAX_TESTED_PROMPTS = 4  # in the test of the distribution
@@ -60,8 +62,9 @@ def verify(
     """Decode prompts with and without each drafter, and compare the answers token by token.
 
     Greedy answers are compared with transformers' own generate, sampled ones with this project's decoding without a
-    drafter under the same seed. The exit code is 1 if a float32 answer differs. In bfloat16, tokens with almost equal
-    logits may be exchanged; the logit gap shows how close they were.
+    drafter under the same seed. So are greedy ones where rows are bit-identical (in bfloat16, on most CPUs), and their
+    logits bit for bit. The exit code is 1 if such an answer differs, or one in float32. Without bit-identical rows,
+    tokens with almost equal logits may be exchanged in bfloat16; the logit gap shows how close they were.
 
     With a temperature, a two-sample test also compares the distribution of short texts with that of the base alone, on
     at most four of the prompts, and says how small a bias it would have found. It alone decides about drafters that
@@ -89,10 +92,20 @@ def verify(
     for line in (line for asked in selected.values() for line in asked.notes()):
         console.print(f"left out: {line}", highlight=False)
     expected = [generate_reference(base, prompt, cap, sampler) for prompt, cap in prompts]
+    own: list[Written] = []
+    if runner.row_multiple:
+        own = [write(Session(runner, NoDrafter(), sampler), *prompt) for prompt in prompts]
+        console.print(f"bit-identical rows: yes, fed in multiples of {runner.row_multiple}", highlight=False)
+        if not is_sampled:
+            same = sum(alone.tokens == tokens for alone, tokens in zip(own, expected, strict=True))
+            console.print(f"transformers' generate writes {same} of the base's {len(own)} answers", highlight=False)
+        expected = [alone.tokens for alone in own]
+    elif model.dtype != "float32":
+        console.print("bit-identical rows: no")
     tests: dict[str, EqualityResult] = {}
     with progress_bars(transient=True) as bars:
         tracked = bars.track(sessions.items(), description="verify")
-        comparisons = {name: compare(session, prompts, expected) for name, session in tracked}
+        comparisons = {name: compare(session, prompts, expected, own) for name, session in tracked}
         if is_sampled and texts:
             tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
             requests = list(_requests(base, tested, -(-texts // len(tested)), text_tokens, sampling))
@@ -117,19 +130,22 @@ def verify(
         if drawn:
             lost = "no difference from the base was found" if tests else "where it was compared"
         console.print(f"Nothing is lost: {lost}.", style="green")
-    elif biased or model.dtype == "float32":
+    elif biased or own or model.dtype == "float32":
         sys.exit(1)
 
 
 def _table(comparisons: dict[str, Comparison], tests: dict[str, EqualityResult], num_prompts: int) -> Table:
     table = Table()
-    for column in ("drafter", "identical answers", "acceptance length", *(["p-value"] if tests else [])):
+    is_bitwise = any(comparison.num_equal_logits is not None for comparison in comparisons.values())
+    columns = ["drafter", "identical answers", *["equal logits"] * is_bitwise, "acceptance length"]
+    for column in (*columns, *(["p-value"] if tests else [])):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, comparison in comparisons.items():
         colour = "red" if comparison.divergences else "green"
         identical = RichText(f"{comparison.num_identical}/{num_prompts}", style=colour)
         p_value = [f"{tests[name].p_value:.2g}"] if tests else []
-        table.add_row(name, identical, f"{comparison.acceptance_length:.2f}", *p_value)
+        equal = [f"{comparison.num_equal_logits}/{num_prompts}"] * is_bitwise
+        table.add_row(name, identical, *equal, f"{comparison.acceptance_length:.2f}", *p_value)
     return table
 
 
@@ -145,6 +161,7 @@ class Divergence:
     base_token: int  # that the base writes there alone
     drafted_token: int
     logit_gap: float  # the base's logit of its own token minus that of the other
+    layer: int | None = None  # the first whose states differ in a bit before it; None if that was not looked for
 
 
 @dataclass(frozen=True)
@@ -154,6 +171,25 @@ class Comparison:
     num_identical: int  # prompts with identical answers
     acceptance_length: float  # over all prompts
     divergences: list[Divergence]  # of each other prompt
+    num_equal_logits: int | None = None  # prompts with the same logits bit for bit; None without bit-identical rows
+
+
+class Written(NamedTuple):
+    """A text, the steps that wrote it, and the logits (N, V) of its N tokens."""
+
+    tokens: list[int]
+    steps: list[Step]
+    logits: Tensor
+
+
+def write(session: Session, prompt: list[int], max_new_tokens: int) -> Written:
+    """Decode a text, and keep its logits."""
+    result, logits = Generation(), []
+    for emitted, step in session.decode(prompt, max_new_tokens, session.runner.base.eos):
+        result.tokens += emitted
+        result.steps.append(step)
+        logits.append(session.last.emitted_logits())
+    return Written(result.tokens, result.steps, torch.cat(logits))
 
 
 def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
@@ -170,16 +206,66 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
     return base.greedy(ids, torch.ones_like(ids), num_tokens)[0].tolist()
 
 
-def compare(session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]]) -> Comparison:
-    """Decode N prompts with a drafter and compare the tokens with the N texts that the base writes alone."""
-    base = session.runner.base
+def compare(
+    session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], own: Sequence[Written] = ()
+) -> Comparison:
+    """Decode N prompts with a drafter and compare them with what the base writes alone.
+
+    Args:
+        session: Decodes with the drafter.
+        prompts: N prompts.
+        expected: The N texts of the base.
+        own: The same with their logits, which are compared bit for bit; empty without bit-identical rows.
+    """
+    base, num_equal = session.runner.base, 0
     divergences, texts = [], []
     for index, ((prompt, max_new_tokens), wanted) in enumerate(zip(prompts, expected, strict=True)):
-        result = session.run(prompt, max_new_tokens, base.eos)
-        texts.append(result.steps)
-        if result.tokens != wanted:
-            divergences.append(first_divergence(base, index, prompt, wanted, result.tokens))
-    return Comparison(len(prompts) - len(divergences), acceptance_length(texts) or 0.0, divergences)
+        written = write(session, prompt, max_new_tokens)
+        texts.append(written.steps)
+        is_equal = bool(own) and torch.equal(written.logits, own[index].logits)
+        num_equal += is_equal
+        if written.tokens != wanted:
+            divergence = first_divergence(base, index, prompt, wanted, written.tokens)
+            if own:
+                divergence = replace(divergence, layer=first_different_layer(session, prompt, max_new_tokens))
+            divergences.append(divergence)
+    num_identical = len(prompts) - len(divergences)
+    return Comparison(num_identical, acceptance_length(texts) or 0.0, divergences, num_equal if own else None)
+
+
+class _Watched(Drafter):
+    """A drafter beside which the states of all layers are kept: (N, L + 1, D) for the N tokens of a text."""
+
+    def __init__(self, drafter: Drafter, num_layers: int) -> None:
+        self.drafter, self.num_layers = drafter, num_layers
+        self.required_outputs = replace(drafter.required_outputs, hidden_layers=tuple(range(num_layers + 1)))
+        self.states: list[Tensor] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.drafter.begin(prompt)
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        return self.drafter.propose(seq, limits)
+
+    def observe(self, step: StepResult) -> None:
+        assert step.hidden is not None
+        states = step.hidden.unflatten(1, (self.num_layers + 1, -1))  # (P + M, L + 1, D)
+        root = step.num_pending - 1
+        self.states.append(states[[root, *(root + 1 + node for node in step.path)]])
+        layers = list(self.drafter.required_outputs.hidden_layers)
+        self.drafter.observe(replace(step, hidden=states[:, layers].flatten(1) if layers else None))
+
+
+def first_different_layer(session: Session, prompt: list[int], max_new_tokens: int) -> int | None:
+    """The first layer, 0 is the embedding, whose state differs at the first token where one does; None if none does."""
+    runner, states = session.runner, []
+    for drafter in (NoDrafter(), session.drafter):
+        watched = _Watched(drafter, runner.base.model.config.num_hidden_layers)
+        write(Session(runner, watched, session.sampler, session.max_nodes), prompt, max_new_tokens)
+        states.append(torch.cat(watched.states))
+    num_shared = min(map(len, states))
+    is_different = (states[0][:num_shared] != states[1][:num_shared]).any(-1).nonzero()  # (token, layer) pairs
+    return int(is_different[0, 1]) if len(is_different) else None
 
 
 @torch.inference_mode()
@@ -198,6 +284,7 @@ def _describe(divergence: Divergence, drafter: str, base: Base) -> str:
     return (
         f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes {own}, "
         f"with the drafter {drafted}; logit gap {divergence.logit_gap:.3g}"
+        + ("" if divergence.layer is None else f"; the states of layer {divergence.layer} differ first")
     )
 
 

@@ -28,7 +28,8 @@ TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
 NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
-MULTIPLES = (1, 2, 4, 8, 16, 32)  # numbers of rows that `row_multiple` tries,
+EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
+MULTIPLES = (4, 8, 16, 32)  # numbers of rows that `row_multiple` tries; fewer differ too rarely to be told by few rows
 PATH_LENGTH, TREE_SIZES = 6, (6, 9, 16, 40, 63)  # and the trees that it tries them with
 # Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
 # limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
@@ -228,6 +229,8 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
 def row_multiple(runner: Any) -> int | None:
     """Switch the model of a runner to `attend`, and return its `measure_row_multiple`, measured once for each state."""
     model = runner.base.model
+    if any(getattr(model.config, name, None) for name in EXPERTS):
+        return None  # an expert multiplies few rows, however many are fed
     known = model.__dict__.setdefault("_drafters_row_multiples", {})
     own = runner.causal_lm.config._attn_implementation
     if own in ("sdpa", "eager"):

@@ -54,6 +54,8 @@ class Runner:
         self.reset()
         if base.wants_bitwise:
             self.row_multiple = row_multiple(self)
+            if base.bitwise and self.row_multiple is None:
+                raise ValueError(f"{base.name} has no bit-identical rows here: leave out --bitwise or bitwise=True")
         self.state = model_state(base.model)
         if base.check:
             check_once(base.model, self.state, lambda: Runner(replace(base, check=False)))

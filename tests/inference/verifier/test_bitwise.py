@@ -1,0 +1,227 @@
+"""Rows are bit-identical to decoding token by token, whatever is fed beside them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters import DraftTree
+from drafters.protocol import RequiredOutputs
+from drafters.tree import Growth
+from inference import load_base
+from inference.generation import generate
+from inference.verifier import bitwise, packed
+from inference.verifier.base import Base
+from inference.verifier.packed import pack_weights
+from inference.verifier.runner import Runner
+
+LAYERS = RequiredOutputs((0, 1, -1))
+DTYPES = (torch.bfloat16, torch.float32)
+CONTEXT, WIDTH = 320, 64
+# Sizes that reach matrix products of the usual kind: those of at most 8 columns are summed in other ways.
+SIZES = {
+    "hidden_size": WIDTH, "intermediate_size": WIDTH, "max_position_embeddings": CONTEXT, "head_dim": 32,
+    "n_embd": WIDTH, "n_positions": CONTEXT, "query_pre_attn_scalar": 32,
+}  # fmt: skip
+DENSE = (
+    "LLaMA", "LLaMA, yarn scaling", "Mistral, sliding window", "Qwen2, sliding window", "Qwen3", "Gemma 2", "Gemma 3",
+    "Phi-3", "OLMo 3", "Cohere 2", "GLM-4", "GPT-2", "GPT-NeoX",
+)  # fmt: skip
+
+
+@pytest.fixture
+def make_family(make_model, families, toy_tokenizer):
+    """Build a random base of a family, wide enough for matrix products of the usual kind."""
+    import transformers
+
+    def make(label, dtype):
+        family = families[label]
+        small = make_model(label).config.to_dict()
+        given = {name: SIZES[name] for name in SIZES if name in small and (name in family.arguments or name in small)}
+        config = getattr(transformers, f"{family.name}Config")(**{**small, **given})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight.data.normal_(0, 0.2)
+        return Base("toy", model.to(dtype).eval().requires_grad_(False), toy_tokenizer, bitwise=True)
+
+    return make
+
+
+def random_tree(path, num_nodes, vocab_size, chance):
+    """A tree of random nodes around a path, and the nodes of the path."""
+    grown, node, nodes = Growth(), -1, []
+    for token in path:
+        for _ in range(num_nodes // len(path)):
+            grown.child(chance.choice([-1, *range(len(grown.tokens))]), chance.randrange(vocab_size))
+        node = grown.child(node, token)
+        nodes.append(node)
+    return DraftTree(grown.tokens, grown.parents), nodes
+
+
+def count_different(base, length, seed=0, num_tokens=80):
+    """Compare the rows of random chunks, steps, chains and trees with decoding token by token behind one prefill.
+
+    Returns:
+        The number of rows compared, and that of those with a different bit in a logit or a hidden state.
+    """
+    runner, chance = Runner(base), random.Random(seed)
+    vocab_size = runner.vocab_size
+    text = [chance.randrange(vocab_size) for _ in range(length + num_tokens + 40)]
+    rows, num_compared, num_different = {}, 0, 0
+    for at, piece in [(length - 1, text[:length]), *((at, [text[at]]) for at in range(length, len(text)))]:
+        output = runner.forward(piece, DraftTree(), LAYERS)
+        rows[at] = output.logits[0], output.hidden[-1]
+        runner.commit([])
+    for _ in range(2):
+        runner.reset()
+        at, begin = 0, length + chance.randrange(8)
+        while at < begin:
+            piece = text[at : min(begin, at + chance.choice([1, 2, 7, 33, 64, 200]))]
+            runner.forward(piece, DraftTree(), RequiredOutputs())
+            runner.commit([])
+            at += len(piece)
+        while at < length + num_tokens - 6:
+            pending = text[at : at + chance.choice([1, 1, 3, 6])]
+            root = at + len(pending) - 1
+            depth = min(chance.choice([0, 1, 4, 12, bitwise.MAX_DEPTH]), len(text) - root - 1)
+            path = text[root + 1 : root + 1 + depth]
+            tree, nodes = DraftTree(), []
+            if depth:
+                tree, nodes = random_tree(path, chance.choice([0, 0, 10, 60, 150]), vocab_size, chance)
+            output = runner.forward(pending, tree, LAYERS)
+            for place, row in enumerate([0, *(1 + node for node in nodes)]):
+                logits, hidden = rows[root + place]
+                num_compared += 1
+                is_same = torch.equal(output.logits[row], logits)
+                is_same &= torch.equal(output.hidden[len(pending) - 1 + row], hidden)
+                num_different += not is_same
+            accepted = nodes[: chance.randrange(len(nodes) + 1)]
+            runner.commit(accepted)
+            at = root + 1 + len(accepted)
+            if chance.random() < 0.3:
+                at -= chance.randrange(min(6, at - length + 1))
+                runner.truncate(at)
+    return num_compared, num_different
+
+
+def assert_all_equal(base, *lengths):
+    for length in lengths:
+        num_compared, num_different = count_different(base, length)
+        assert num_compared > 50 and num_different == 0
+
+
+@pytest.fixture
+def set_num_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_the_shipped_base_are_equal(set_num_threads, dtype, num_threads):
+    set_num_threads(num_threads)
+    base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."), bitwise=True)
+    if num_threads == 1:
+        assert_all_equal(base, 1, 50, 300, 700)
+    else:
+        assert count_different(base, 90, num_tokens=20)[1] == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_with_packed_weights_are_equal(monkeypatch, dtype):
+    monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 2**14)
+    base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."), bitwise=True)
+    assert pack_weights(base.model) > 10
+    assert_all_equal(base, 1, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", DENSE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_family_are_equal(make_family, label, dtype):
+    assert_all_equal(make_family(label, dtype), 1, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_larger_base_are_equal(shared, dtype):
+    base = load_base(str(shared("models/gsm-chat-7m")), str(dtype).removeprefix("torch."), bitwise=True)
+    assert_all_equal(base, 40, 600)
+
+
+# ---- controls: without one of the two measures, rows differ
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_differ_with_the_usual_attention(monkeypatch, dtype):
+    base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."))
+    num_compared, num_different = count_different(replace(base, bitwise=False), 300)
+    assert num_different > num_compared / 2
+
+
+def test_rows_differ_where_too_few_are_fed(monkeypatch):
+    base = load_base("checkpoints/tiny-chat", "float32", bitwise=True)
+    assert Runner(base).row_multiple > 1
+    monkeypatch.setattr("inference.verifier.runner.row_multiple", lambda runner: 1)
+    num_compared, num_different = count_different(base, 300)
+    assert num_different > num_compared / 2
+
+
+def test_rows_differ_where_tails_are_longer_than_a_product_sums_at_once(monkeypatch):
+    monkeypatch.setattr(bitwise, "BLOCK", 512)
+    monkeypatch.setattr(bitwise, "MAX_TAIL", 1024)
+    num_different = count_different(load_base("checkpoints/tiny-chat", "float32", bitwise=True), 500)[1]
+    assert num_different
+
+
+# ---- where it works
+
+
+def test_bits_are_kept_by_default_in_half_precision_only(toy_tokenizer, make_family):
+    multiples = {dtype: Runner(replace(make_family("LLaMA", dtype), bitwise=None)).row_multiple for dtype in DTYPES}
+    assert multiples[torch.bfloat16] and multiples[torch.float32] is None
+
+
+@pytest.mark.parametrize("label", ["Falcon", "Mixtral"])  # with attention of its own, and with experts
+def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make_family, label):
+    base = make_family(label, torch.bfloat16)
+    with pytest.raises(ValueError, match="toy has no bit-identical rows here: leave out --bitwise or bitwise=True"):
+        Runner(base)
+    runner = Runner(replace(base, bitwise=None))
+    assert runner.row_multiple is None and base.model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_itself_computes_as_before(make_family):
+    base = make_family("LLaMA", torch.bfloat16)
+    ids = torch.randint(3, 40, (2, 50), generator=torch.Generator().manual_seed(0))
+    before = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
+    Runner(base)
+    assert base.model.config._attn_implementation == "sdpa_bitwise"
+    after = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_in_bfloat16_are_those_without_a_drafter(temperature):
+    base = load_base("checkpoints/tiny-chat", "bfloat16")
+    chance = random.Random(0)
+    prompts = [[chance.randrange(base.config.vocab_size) for _ in range(chance.choice([5, 60, 200]))] for _ in range(4)]
+    options = {"max_new_tokens": 60, "temperature": temperature, "seed": 3}
+    alone = [one.token_ids for one in generate(base, prompts, "none", **options)]
+    for drafter in ("joint", "token_recycling", "lookahead", "self_speculative"):
+        written = generate(base, prompts, drafter, **options)
+        assert [one.token_ids for one in written] == alone
+        assert sum(step.accepted for one in written for step in one.steps)
+    assert [one.token_ids for one in generate(replace(base, prefill_chunk=7), prompts, "joint", **options)] == alone
+
+
+def test_drafts_are_no_deeper_than_the_split_of_the_keys_allows():
+    runner = Runner(load_base("checkpoints/tiny-chat", "bfloat16"))
+    assert runner.prepare(100) == 100 + bitwise.MAX_DEPTH
+    assert runner.prepare(runner.context_length - 3) == runner.context_length
+    assert Runner(load_base("checkpoints/tiny-chat")).prepare(100) == runner.context_length

@@ -41,6 +41,7 @@ class GenerateOptions(SamplingOptions):
             draft tokens are compared with those of the model's own forward, and a base where they differ is refused.
         compile: Whether decoding steps are compiled, see `inference.verifier.compiled`. What is compiled is kept with
             the model between calls.
+        bitwise: Whether texts are those of the base alone bit for bit, see `Base`.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -49,6 +50,7 @@ class GenerateOptions(SamplingOptions):
     logits_processor: Sequence[LogitsProcessor] = ()
     check: bool = True
     compile: bool = False
+    bitwise: bool | None = None
 
     def sampler_of(self, index: int) -> Sampler:
         """The sampler of a prompt."""
@@ -59,13 +61,16 @@ class GenerateOptions(SamplingOptions):
         if isinstance(base, Base):
             if self.tokenizer is not None:
                 raise ValueError(f"{base.name} has a tokenizer of its own: leave tokenizer out")
-            base = replace(base, check=base.check and self.check)
+            bitwise = base.bitwise if self.bitwise is None else self.bitwise
+            base = replace(base, check=base.check and self.check, bitwise=bitwise)
         elif not hasattr(base, "get_output_embeddings"):
             raise ValueError(f"base must come from load_base or be a model of transformers, not {type(base).__name__}")
         elif self.tokenizer is None:
             raise ValueError("a model of transformers comes without its tokenizer: pass tokenizer=...")
         else:
-            base = Base(base.name_or_path or type(base).__name__, base, self.tokenizer, self.check)
+            base = Base(
+                base.name_or_path or type(base).__name__, base, self.tokenizer, self.check, bitwise=self.bitwise
+            )
         check_config(base)
         return base
 
@@ -185,8 +190,8 @@ class IncrementalDetokenizer:
         return _decode(self.tokenizer, self._last_piece + self._waiting)[len(prefix) :]
 
 
-class _RunnerPool(dict[bool, Runner]):
-    """The idle runners of a model, by whether they are compiled; copies of the model start with none."""
+class _RunnerPool(dict[tuple[bool, bool], Runner]):
+    """A model's idle runners, by whether they are compiled and bit-identical; copies of the model start with none."""
 
     def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
         return _RunnerPool, ()
@@ -206,14 +211,15 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    runner = pool.pop(compile, None)
+    kind = compile, base.wants_bitwise
+    runner = pool.pop(kind, None)
     if not runner or runner.state != model_state(model) or (base.check and not runner.base.check):
         runner = make_runner(base, compile)
     runner.base = base
     try:
         yield runner
     finally:
-        pool[compile] = runner
+        pool[kind] = runner
 
 
 def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:

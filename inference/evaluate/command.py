@@ -168,7 +168,9 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -
             bars.advance(task)
         found = worker.collect(journals, plan)
     num_repeats = {benchmark: found.num_repeats(benchmark) for benchmark in plan.questions}
-    record = RunRecord(found.load, num_repeats, found.num_starts, found.row_multiple, warnings=found.warnings())
+    record = RunRecord(
+        found.load, num_repeats, found.num_starts, warnings=found.warnings(), row_multiple=found.row_multiple
+    )
     run = Run(plan.conditions, record)
     return EvaluationResults("", {"": run}, found.summaries(), found.median_answers()), num_new
 

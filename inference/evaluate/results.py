@@ -28,10 +28,10 @@ class RunRecord:
     load: MachineLoad | None = None  # None in a server elsewhere
     repeats: dict[str, int] = field(default_factory=dict)  # how often every question was decoded, by benchmark
     starts: int = 1  # of the command, until all answers were there
-    row_multiple: int | None = None  # rows are bit-identical, fed in multiples of it; None if they are not
     ran_code: bool = False  # whether the programs in the answers were run, in bubblewrap
     left_out: list[str] = field(default_factory=list)  # one line each
     warnings: list[str] = field(default_factory=list)  # what speaks against the figures, one line each
+    row_multiple: int | None = None  # of bit-identical rows, which are fed in multiples of it
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%d"))
     command: str = field(default_factory=lambda: " ".join(["drafters", *sys.argv[1:]]))
 

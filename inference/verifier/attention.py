@@ -88,12 +88,9 @@ class TreeAttention:
         if row_multiple is None:
             masks = self._masks(len(pending), tree, start, cache, fed[1], max(positions) + 1)
         else:
-            masks = {
-                kind: carrier(
-                    row_groups(len(pending), tree, start, partial(first_visible, kind, span)), len(tokens), start
-                )
-                for kind, span in self.spans.items()
-            }
+            near = {kind: partial(first_visible, kind, span) for kind, span in self.spans.items()}
+            groups = {kind: row_groups(len(pending), tree, start, first) for kind, first in near.items()}
+            masks = {kind: carrier(own, len(tokens), start + len(tokens)) for kind, own in groups.items()}
         return Fed(fed[:1], fed[1:], masks, cache)
 
     def _masks(

@@ -32,7 +32,7 @@ from drafters.tree import DraftTree
 BLOCK, MAX_DEPTH = 32, 32  # a row's keys are split at a multiple of BLOCK, MAX_DEPTH or more keys before the row
 MIN_TAIL, MAX_TAIL = 32, 128  # keys of a tail: products of very few keys, and of many (from 193 in MKL), sum otherwise
 KEY_BLOCK = 512  # torch's attention on a CPU reads the keys in blocks of this size
-ROW_MULTIPLE = 4  # attention of fewer query rows sums in another order
+ROW_MULTIPLE, MIN_COLUMNS = 4, 16  # products of fewer rows, or with fewer columns, sum in another order
 LOWEST = -1e30  # what a mask adds; finite, so that a part that is masked as a whole has no NaN
 SUFFIX = "_bitwise"  # of the attention implementations registered here
 
@@ -66,7 +66,7 @@ class Folded:
     index: Tensor  # (K, N) the query vector of each; those that fill up repeat the last
     aligned_mask: Tensor | None  # (N, keys), additive; None if all rows see all keys
     tail_mask: Tensor  # (1, N, keys), additive
-    tail_values: Tensor  # (K, keys, e + 1) memory for the values of the tail, each with a one behind it
+    tail_values: Tensor  # (K, keys, e + 1 or more) memory for the values of the tail, with ones behind each
 
 
 def aligned_end(positions: np.ndarray) -> np.ndarray:
@@ -195,7 +195,7 @@ def _fold(group: RowGroup, num_heads: int, num_key_heads: int, value_width: int,
         torch.from_numpy(np.pad(index, fill, mode="edge")).to(device),
         None if group.sees_aligned.all() else additive(group.sees_aligned),
         additive(group.sees_tail)[None],
-        torch.ones(num_key_heads, group.sees_tail.shape[1], value_width + 1, device=device),
+        torch.ones(num_key_heads, group.sees_tail.shape[1], max(value_width + 1, MIN_COLUMNS), device=device),
     )
 
 
@@ -218,7 +218,8 @@ def _attend(
         top = torch.maximum(top, log_sum)
     if sinks is not None:
         top = torch.maximum(top, sinks)
-    folded.tail_values[..., :-1] = value[:, group.tail]
+    width = value.shape[-1]
+    folded.tail_values[..., :width] = value[:, group.tail]
     sums = torch.bmm(
         scores.sub_(top).exp_(), folded.tail_values
     )  # key by key, the weights themselves in the last column

@@ -30,7 +30,7 @@ NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 MULTIPLES = (4, 8, 16, 32)  # numbers of rows that `row_multiple` tries; fewer differ too rarely to be told by few rows
-PATH_LENGTH, TREE_SIZES = 6, (6, 9, 16, 40, 63)  # and the trees that it tries them with
+PATH_LENGTH, TREE_SIZES, CHAINS = 6, (9, 16, 63), (1, 5)  # and the trees and chains that it tries them with
 # Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
 # limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
 EXACT_LIMITS = 2e-5, 1e-3
@@ -259,7 +259,7 @@ def measure_row_multiple(runner: Any) -> int | None:
     chance = random.Random(0)
     text = [chance.randrange(runner.vocab_size) for _ in range(max(length, 2) + PATH_LENGTH)]
     trees = [_tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
-    trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in (1, 2, 3, 5)]
+    trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in CHAINS]
     try:
         for multiple in MULTIPLES:
             runner.row_multiple = multiple

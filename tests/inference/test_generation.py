@@ -180,7 +180,7 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
     model = copy.deepcopy(base.model)
     generate(model, [3, 4], tokenizer=base.tokenizer, max_new_tokens=3)
     kept = model.__dict__["_drafters_runners"]
-    assert isinstance(kept[False], Runner)
+    assert isinstance(kept[False, False], Runner)
     assert copy.deepcopy(model).__dict__["_drafters_runners"] == {} == pickle.loads(pickle.dumps(kept))
     gone = weakref.ref(model)
     del model, kept

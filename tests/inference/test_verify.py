@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
 from inference import verify as module
-from inference.verifier import attention, runner
+from inference.verifier import attention, check, runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
@@ -120,6 +121,23 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     assert "Nothing is lost" not in printed
     assert "differs from token" in printed
     assert "logit gap" in printed
+
+
+@pytest.mark.slow
+def test_verify_compares_logits_bit_for_bit_and_names_the_layer_that_differs(capsys, monkeypatch):
+    prompts, drafters = PromptOptions(limit=3, max_new_tokens=24), ["anpd:order=3", "token_recycling"]
+    model = ModelOptions(dtype="bfloat16")
+    verify(model, prompts, SamplingOptions(), drafters)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "bit-identical rows: yes, fed in multiples of" in printed and "Nothing is lost" in printed
+    assert "of the base's 3 answers" in printed and printed.count("3/3 │ 3/3") == 2
+    monkeypatch.setattr(DraftTree, "ancestor_mask", lambda tree: np.tri(len(tree), dtype=bool))
+    monkeypatch.setattr(runner, "check_once", lambda *_: None)  # which refuses such a runner
+    monkeypatch.setattr(check, "_rows_agree", lambda *_: True)
+    with pytest.raises(SystemExit):
+        verify(model, prompts, SamplingOptions(), ["token_recycling"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the states of layer 1 differ first" in printed and "Nothing is lost" not in printed
 
 
 @pytest.mark.parametrize(

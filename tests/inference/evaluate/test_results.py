@@ -13,7 +13,7 @@ from inference.verifier.options import SamplingOptions
 
 
 def test_a_folder_is_read_back_as_it_was_written(tmp_path, make, answers):
-    record = RunRecord(MachineLoad(2, 1, [0.5], 1.5, 0.99), {"mt_bench": 2}, 2, True, ["left"], ["warned"])
+    record = RunRecord(MachineLoad(2, 1, [0.5], 1.5, 0.99), {"mt_bench": 2}, 2, True, ["left"], ["warned"], 4)
     sampling = SamplingOptions(temperature=0.7, seed=3)
     written = make(answers, tmp_path.name, record=record, sampling=sampling, repeats="auto")
     results.write(tmp_path, written)
@@ -21,6 +21,7 @@ def test_a_folder_is_read_back_as_it_was_written(tmp_path, make, answers):
     told = read(tmp_path).runs[tmp_path.name].describe()
     assert told["decoding"] == "temperature 0.7, top_k 0, top_p 1.0, seed 3"
     assert told["machine"] == "cores 2, threads 1, before [0.5], during 1.5, core_share 0.99"
+    assert told["bit-identical"] == "yes (rows in multiples of 4)"
     assert told["programs in the answers"] == "were run in bubblewrap" and told["starts"] == "2"
 
 

@@ -34,6 +34,7 @@ MIN_TAIL, MAX_TAIL = 32, 128  # keys of a tail: products of very few keys, and o
 KEY_BLOCK = 512  # torch's attention on a CPU reads the keys in blocks of this size
 ROW_MULTIPLE, MIN_COLUMNS = 4, 16  # products of fewer rows, or with fewer columns, sum in another order
 LOWEST = -1e30  # what a mask adds; finite, so that a part that is masked as a whole has no NaN
+UNKNOWN = "s_aux", "position_bias"  # arguments of transformers' attention that change it: sinks and biases
 SUFFIX = "_bitwise"  # of the attention implementations registered here
 
 
@@ -91,28 +92,26 @@ def row_groups(
     ends = np.minimum(aligned_end(positions), root)  # nodes deeper than `MAX_DEPTH` are scratch nodes
     sees_node = np.zeros((len(places), len(tree)), bool)
     sees_node[num_pending:] = tree.ancestor_mask()
+    first = np.maximum(0, first_visible(positions))
+    begins = np.where(first < ends, first // KEY_BLOCK * KEY_BLOCK, ends)
+    kinds = np.stack([begins, ends, first > begins])  # rows of one kind read the same keys, masked or not
     groups = []
-    for end in np.unique(ends):
-        same_end = np.flatnonzero(ends == end)
-        num_before = min(root, int(positions[same_end].max())) + 1 - end
-        for rows in _branches(sees_node, same_end, MAX_TAIL - num_before):
+    for begin, end, is_masked in np.unique(kinds, axis=1).T.tolist():
+        alike = np.flatnonzero(((begin, end, is_masked) == kinds.T).all(1))
+        num_before = min(root, int(positions[alike].max())) + 1 - end
+        for rows in _branches(sees_node, alike, MAX_TAIL - num_before):
             nodes = np.flatnonzero(sees_node[rows].any(0))
             tail = np.concatenate([np.arange(end, end + num_before), root + 1 + nodes])
             tail_positions = np.concatenate([tail[:num_before], root + depths[nodes]])
-            first = first_visible(positions[rows])[:, None]
-            is_visible = first <= tail_positions
+            is_visible = first[rows, None] <= tail_positions
             is_visible[:, :num_before] &= tail[:num_before] <= positions[rows, None]
             is_visible[:, num_before:] &= sees_node[np.ix_(rows, nodes)]
-            aligned = np.arange(max(0, first.min()) // KEY_BLOCK * KEY_BLOCK, end)
-            sees_aligned = first <= aligned
-            if not sees_aligned.any():
-                aligned, sees_aligned = aligned[:0], sees_aligned[:, :0]
             missing = max(0, MIN_TAIL - len(tail))  # filled up with the first key, which is masked there
             groups.append(
                 RowGroup(
                     rows,
-                    slice(int(end) - len(aligned), int(end)),
-                    sees_aligned,
+                    slice(begin, end),
+                    first[rows, None] <= np.arange(begin, end),
                     _index(np.pad(tail, (0, missing), constant_values=tail[0])),
                     np.pad(is_visible, ((0, 0), (0, missing))),
                 )
@@ -153,30 +152,29 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of H heads over K key heads, as transformers calls it: (1, H, S, d), (1, K, C, d), (1, K, C, e).
 
     The mask is a `carrier` of row groups. With any other, the attention that was there before runs. ``softcap`` bounds
-    the scores (Gemma 2), ``s_aux`` (H,) are the logits of attention sinks (gpt-oss).
+    the scores (Gemma 2).
 
     Returns:
         (1, S, H, e), zero for rows of no group.
     """
     groups = getattr(attention_mask, "groups", None)
     if groups is None:
-        optional = {"softcap": softcap, "s_aux": s_aux}
-        others |= {name: given for name, given in optional.items() if given is not None}
+        others |= {} if softcap is None else {"softcap": softcap}
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
+    if unknown := [name for name in UNKNOWN if others.get(name) is not None]:
+        raise ValueError(f"no bit-identical attention with {unknown[0]}")
     (_, num_heads, num_rows, width), num_key_heads, value_width = query.shape, key.shape[1], value.shape[-1]
     scale = width**-0.5 if scaling is None else scaling
     vectors = query.transpose(1, 2).reshape(-1, width)  # (S * H, d)
     out = query.new_zeros(num_rows * num_heads, value_width)
     for group in groups:
         folded = group.folded(num_heads, num_key_heads, value_width, query.device)
-        sinks = None if s_aux is None else s_aux.float()[folded.index % num_heads, None]
-        mixed = _attend(vectors[folded.index], key[0], value[0], group, folded, scale, softcap, sinks)
+        mixed = _attend(vectors[folded.index], key[0], value[0], group, folded, scale, softcap)
         out.index_copy_(0, folded.index.flatten(), mixed.reshape(-1, value_width).to(out.dtype))
     return out.view(1, num_rows, num_heads, value_width), None
 
@@ -207,7 +205,6 @@ def _attend(
     folded: Folded,
     scale: float,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> Tensor:
     """Attention (K, N, e) in float32 of folded rows (K, N, d) over keys (K, C, d) and values (K, C, e)."""
     scores = _scores(query, key[:, group.tail], folded.tail_mask, scale, softcap)
@@ -216,19 +213,13 @@ def _attend(
     if group.aligned.start < group.aligned.stop:
         aligned, log_sum = _aligned(query, key[:, group.aligned], value[:, group.aligned], folded, scale, softcap)
         top = torch.maximum(top, log_sum)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
     width = value.shape[-1]
     folded.tail_values[..., :width] = value[:, group.tail]
-    sums = torch.bmm(
-        scores.sub_(top).exp_(), folded.tail_values
-    )  # key by key, the weights themselves in the last column
-    mixed, weight = sums[..., :-1], sums[..., -1:]
+    sums = torch.bmm(scores.sub_(top).exp_(), folded.tail_values)  # key by key; a column of ones adds up the weights
+    mixed, weight = sums[..., :width], sums[..., width : width + 1]
     if aligned is not None:
         share = log_sum.sub(top).exp_()
         mixed, weight = torch.addcmul(mixed, share, aligned.float()), weight + share
-    if sinks is not None:
-        weight = weight + (sinks - top).exp_()
     return mixed / weight
 
 

@@ -35,11 +35,11 @@ def make_family(make_model, families, toy_tokenizer):
     """Build a random base of a family, wide enough for matrix products of the usual kind."""
     import transformers
 
-    def make(label, dtype):
+    def make(label, dtype, **sizes):
         family = families[label]
         small = make_model(label).config.to_dict()
         given = {name: SIZES[name] for name in SIZES if name in small and (name in family.arguments or name in small)}
-        config = getattr(transformers, f"{family.name}Config")(**{**small, **given})
+        config = getattr(transformers, f"{family.name}Config")(**{**small, **given, **sizes})
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -145,6 +145,15 @@ def test_rows_with_packed_weights_are_equal(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_a_family_are_equal(make_family, label, dtype):
     assert_all_equal(make_family(label, dtype), 1, 150)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["Mistral, sliding window", "Gemma 2", "Gemma 3"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_windows_that_reach_into_the_aligned_keys_are_equal(make_family, label, dtype):
+    base = make_family(label, dtype, sliding_window=90, max_position_embeddings=720)
+    for length in (60, 110, 560):  # the window begins to move, and passes a block of 512 keys
+        assert_all_equal(base, length)
 
 
 @pytest.mark.slow

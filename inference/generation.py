@@ -211,9 +211,10 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    kind = compile, base.wants_bitwise
+    kind = compile, base.wants_bitwise and not compile
     runner = pool.pop(kind, None)
-    if not runner or runner.state != model_state(model) or (base.check and not runner.base.check):
+    is_refused = runner and base.bitwise and runner.row_multiple is None
+    if not runner or runner.state != model_state(model) or (base.check and not runner.base.check) or is_refused:
         runner = make_runner(base, compile)
     runner.base = base
     try:

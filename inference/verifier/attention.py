@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from drafters.tree import DraftTree
-from inference.verifier.bitwise import carrier, row_groups
+from inference.verifier.bitwise import EAGER, carrier, row_groups
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,7 +49,7 @@ class TreeAttention:
         self.device, self.dtype = model.device, model.dtype
         self.spans = attention_spans(config)  # positions of a window or chunk, for each kind of attention
         # sdpa reads a missing mask as causal attention, eager as no mask at all.
-        self._is_causal_without_mask = not config._attn_implementation.startswith("eager")
+        self._is_causal_without_mask = config._attn_implementation not in ("eager", EAGER)
         self._end, self._border = config.max_position_embeddings, longrope_border(config)
         # Phi-3's `generate` computes the whole text again at the border, others only what they have not cached.
         own_inputs = type(model).prepare_inputs_for_generation

@@ -1,12 +1,12 @@
 """Bit-identical rows: attention whose result depends on positions alone, and forwards of enough rows.
 
-A forward over several rows rounds otherwise than a forward over one, for two reasons: products of few rows sum in
+A forward over several rows rounds differently from a forward over one, for two reasons: products of few rows sum in
 another order, and so does attention where other nodes of the draft tree stand between the keys of a row. Here, each row
 reads its keys in two parts, which are split at a place that its position alone decides:
 
     aligned  the keys before `aligned_end`, which lie in the cache at their positions
-    tail     the at most 63 keys after them. Among them stand nodes that the row does not see; they are masked. The
-             products add key by key, and a masked key adds exactly zero, so its place changes no bit
+    tail     the keys after them, its own included, at most 64. Among them stand nodes that the row does not see; they
+             are masked. The products add key by key, and a masked key adds exactly zero, so its place changes no bit
 
 The parts are merged by their log-sum-exp. `check.row_multiple` finds of which number of rows the products of a
 model keep their bits.
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from drafters.tree import DraftTree
 
@@ -35,7 +35,7 @@ KEY_BLOCK = 512  # torch's attention on a CPU reads the keys in blocks of this s
 ROW_MULTIPLE, MIN_COLUMNS = 4, 16  # products of fewer rows, or with fewer columns, sum in another order
 LOWEST = -1e30  # what a mask adds; finite, so that a part that is masked as a whole has no NaN
 UNKNOWN = "s_aux", "position_bias"  # arguments of transformers' attention that change it: sinks and biases
-SUFFIX = "_bitwise"  # of the attention implementations registered here
+EAGER = "eager_bitwise"  # the implementation of models with soft-capping, which sdpa cannot compute
 
 
 # ---- which keys each row reads
@@ -50,14 +50,13 @@ class RowGroup:
     sees_aligned: np.ndarray  # (R, keys)
     tail: slice | Tensor
     sees_tail: np.ndarray  # (R, keys)
-    _folded: dict[tuple[int, ...], Folded] = field(default_factory=dict)
+    _folded: dict[tuple[Any, ...], Folded] = field(default_factory=dict)
 
-    def folded(self, num_heads: int, num_key_heads: int, value_width: int, device: torch.device) -> Folded:
-        """Fold the rows of the query heads that share a key head, which is done once for all layers of a shape."""
-        sizes = num_heads, num_key_heads, value_width
-        if sizes not in self._folded:
-            self._folded[sizes] = _fold(self, *sizes, device)
-        return self._folded[sizes]
+    def folded(self, *shape: Any) -> Folded:
+        """Fold the rows of the query heads that share a key head, once for all layers of a shape (see `_fold`)."""
+        if shape not in self._folded:
+            self._folded[shape] = _fold(self, *shape)
+        return self._folded[shape]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,9 @@ def row_groups(
     root = start + num_pending - 1
     places, depths = np.arange(start, root + 1 + len(tree)), np.array(tree.depths, int)
     positions = np.concatenate([places[:num_pending], root + depths])
-    ends = np.minimum(aligned_end(positions), root)  # nodes deeper than `MAX_DEPTH` are scratch nodes
+    ends = np.minimum(
+        aligned_end(positions), root
+    )  # nodes deeper than `MAX_DEPTH`, which no session feeds, keep no bits
     sees_node = np.zeros((len(places), len(tree)), bool)
     sees_node[num_pending:] = tree.ancestor_mask()
     first = np.maximum(0, first_visible(positions))
@@ -156,8 +157,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of H heads over K key heads, as transformers calls it: (1, H, S, d), (1, K, C, d), (1, K, C, e).
 
-    The mask is a `carrier` of row groups. With any other, the attention that was there before runs. ``softcap`` bounds
-    the scores (Gemma 2).
+    The mask is a `carrier` of row groups; any other goes to the model's own attention. ``softcap`` bounds the scores
+    (Gemma 2).
 
     Returns:
         (1, S, H, e), zero for rows of no group.
@@ -252,14 +253,14 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: flo
 
 
 def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if module.config._attn_implementation.startswith("sdpa"):
-        return sdpa_attention_forward
-    return sys.modules[type(module).__module__].eager_attention_forward
+    if module.config._attn_implementation == EAGER:
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return sdpa_attention_forward
 
 
-for name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
-    AttentionInterface.register(name + SUFFIX, attend)
-    AttentionMaskInterface.register(name + SUFFIX, make_mask)
+AttentionInterface.register("sdpa", attend)
+AttentionInterface.register(EAGER, attend)
+AttentionMaskInterface.register(EAGER, eager_mask)
 
 
 def carrier(groups: Sequence[RowGroup], num_rows: int, num_keys: int) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from logging import getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,7 @@ from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree, Growth
 from inference.verifier.attention import attention_spans, longrope_border
-from inference.verifier.bitwise import BLOCK, MAX_DEPTH, SUFFIX
+from inference.verifier.bitwise import BLOCK, EAGER, MAX_DEPTH
 from inference.verifier.layers import takes_argument
 
 if TYPE_CHECKING:
@@ -28,9 +30,10 @@ TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
 NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
+VECTORS = 32  # values that torch's elementwise functions compute at once, in float32 with AVX-512
 MULTIPLES = (4, 8, 16, 32)  # numbers of rows that `row_multiple` tries; fewer differ too rarely to be told by few rows
-PATH_LENGTH, TREE_SIZES, CHAINS = 6, (9, 16, 63), (1, 5)  # and the trees and chains that it tries them with
+PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # and the trees and chains that it tries them with,
+CUTS = 4, 12, 24, 28, 48, 56, 76  # and where it cuts the text
 # Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
 # limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
 EXACT_LIMITS = 2e-5, 1e-3
@@ -47,7 +50,7 @@ def check_config(base: Base) -> None:
         if not isinstance(getattr(config, size, None), int):
             raise ValueError(f"{base.name} has no {size} in its config: not supported")
     attention = getattr(config, "_attn_implementation", None)
-    if attention and attention.removesuffix(SUFFIX) not in ("sdpa", "eager"):
+    if attention not in (None, "sdpa", "eager", EAGER):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
     if not takes_argument(unwrap(model).__class__, "position_ids"):
         raise ValueError(f"{base.name} takes no position_ids, so draft trees cannot be fed to it: not supported")
@@ -63,7 +66,7 @@ def unwrap(model: Any) -> Any:
 
 
 def model_state(model: Any) -> int:
-    """Return a hash of how a model computes, whatever the values of its weights.
+    """Return a hash of how a model computes, whatever the values of its weights, with the number of threads.
 
     It changes with the attention implementation, with the dtype or device of a weight, with modules that are replaced
     or get hooks, and with adapters of peft that are added, removed, switched on or off, or merged.
@@ -76,7 +79,8 @@ def model_state(model: Any) -> int:
         if hasattr(type(module), "adapter_layer_names"):  # a layer of peft
             modules.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters))
     config, head = model.config, id(model.get_output_embeddings())
-    return hash((tuple(modules), getattr(config, "_attn_implementation", None), config.vocab_size, head))
+    attention = getattr(config, "_attn_implementation", None)
+    return hash((tuple(modules), attention, config.vocab_size, head, torch.get_num_threads()))
 
 
 def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
@@ -99,13 +103,19 @@ def check_base(runner: Any) -> None:
     Raises:
         ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
     """
-    in_training = [module for module in runner.base.model.modules() if module.training]
-    try:
-        for module in in_training:  # dropout is switched off meanwhile
-            module.training = False
+    with _without_dropout(runner.base.model):
         for length in _lengths(runner):
             _check_text(runner, length)
             runner.reset()
+
+
+@contextmanager
+def _without_dropout(model: Any) -> Iterator[None]:
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        for module in in_training:
+            module.training = False
+        yield
     finally:
         for module in in_training:
             module.training = True
@@ -227,24 +237,27 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
 
 
 def row_multiple(runner: Any) -> int | None:
-    """Switch the model of a runner to `attend`, and return its `measure_row_multiple`, measured once for each state."""
-    model = runner.base.model
-    if any(getattr(model.config, name, None) for name in EXPERTS):
+    """Return the `measure_row_multiple` of a runner's model, measured once for each state of it.
+
+    A model whose attention is eager because of its soft-capping is switched to `EAGER`, if it has one.
+    """
+    model, config = runner.base.model, runner.causal_lm.config
+    if any("expert" in name for name, _ in model.named_modules()):
         return None  # an expert multiplies few rows, however many are fed
-    known = model.__dict__.setdefault("_drafters_row_multiples", {})
-    own = runner.causal_lm.config._attn_implementation
-    if own in ("sdpa", "eager"):
-        runner.causal_lm.config._attn_implementation = own + SUFFIX
-    state = model_state(model), torch.get_num_threads()
+    if config._attn_implementation == "eager" and getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = EAGER
+    known, state = model.__dict__.setdefault("_drafters_row_multiples", {}), model_state(model)
     if state not in known:
         try:
-            known[state] = measure_row_multiple(runner)
+            with _without_dropout(model):
+                known[state] = measure_row_multiple(runner)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # a model whose layers do something else with the mask; each raises errors of its own
+        except Exception as error:  # a model whose layers do something else with the mask; each raises its own errors
+            getLogger(__name__).debug("no bit-identical rows", exc_info=error)
             known[state] = None
-    if known[state] is None:
-        runner.causal_lm.config._attn_implementation = own
+    if known[state] is None and config._attn_implementation == EAGER:
+        config._attn_implementation = "eager"
     return known[state]
 
 
@@ -258,12 +271,14 @@ def measure_row_multiple(runner: Any) -> int | None:
     length = min(2 * MAX_DEPTH + BLOCK - 4, runner.context_length - PATH_LENGTH - 1)  # the trees cross a border
     chance = random.Random(0)
     text = [chance.randrange(runner.vocab_size) for _ in range(max(length, 2) + PATH_LENGTH)]
-    trees = [_tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
+    trees = [tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
     trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in CHAINS]
     try:
         for multiple in MULTIPLES:
             runner.row_multiple = multiple
-            if _rows_agree(runner, text, trees):
+            # The last values of an activation are computed without vectors, which may round differently, but rarely.
+            fills_vectors = multiple * getattr(runner.base.config, "intermediate_size", 0) % VECTORS == 0
+            if fills_vectors and _rows_agree(runner, text, trees):
                 return multiple
         return None
     finally:
@@ -273,25 +288,34 @@ def measure_row_multiple(runner: Any) -> int | None:
 
 def _rows_agree(runner: Any, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]]) -> bool:
     """Whether each node of the trees that is in the text, and the root, has the logits of decoding token by token."""
-    root = len(text) - PATH_LENGTH - 1
-    runner.reset()
+    root, last_states = len(text) - PATH_LENGTH - 1, RequiredOutputs((runner.base.config.num_hidden_layers,))
+
+    def read(*pieces: Sequence[int]) -> Tensor:
+        """Read a text from its beginning, and return the last states (S, D) of all its tokens."""
+        runner.reset()
+        states = []
+        for piece in pieces:
+            states.append(runner.forward(piece, DraftTree(), last_states).hidden)
+            runner.commit([])
+        return torch.cat(states)
+
+    whole = read(text[:root])
     single = []
-    for piece in (text[:root], *([token] for token in text[root:])):
-        single.append(runner.forward(piece, DraftTree(), NOTHING).logits[0])
+    for token in text[root:]:
+        single.append(runner.forward([token], DraftTree(), NOTHING).logits[0])
         runner.commit([])
-    runner.reset()
-    for piece in (text[: root // 2], text[root // 2 : root]):
-        runner.forward(piece, DraftTree(), NOTHING)
-        runner.commit([])
+    cuts = [0, *(cut for cut in CUTS if cut < root), root]  # the last row of a piece may round differently
+    if not torch.equal(read(*(text[start:end] for start, end in pairwise(cuts))), whole):
+        return False
     for tree, nodes in trees:
         logits = runner.forward(text[root : root + 1], tree, NOTHING).logits[[0, *(1 + node for node in nodes)]]
         runner.rollback()
-        if not torch.equal(logits, torch.stack(single[1 : 2 + len(nodes)])):
+        if not torch.equal(logits, torch.stack(single[: 1 + len(nodes)])):
             return False
     return True
 
 
-def _tree_around(
+def tree_around(
     path: Sequence[int], num_nodes: int, vocab_size: int, chance: random.Random
 ) -> tuple[DraftTree, list[int]]:
     """A tree of about ``num_nodes`` nodes, of which all but the returned ones on the path are random."""

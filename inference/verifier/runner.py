@@ -58,7 +58,7 @@ class Runner:
                 raise ValueError(f"{base.name} has no bit-identical rows here: leave out --bitwise or bitwise=True")
         self.state = model_state(base.model)
         if base.check:
-            check_once(base.model, self.state, lambda: Runner(replace(base, check=False)))
+            check_once(base.model, (self.state, self.row_multiple), lambda: Runner(replace(base, check=False)))
 
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""

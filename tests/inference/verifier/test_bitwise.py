@@ -8,11 +8,11 @@ import torch
 
 from drafters import DraftTree
 from drafters.protocol import RequiredOutputs
-from drafters.tree import Growth
 from inference import load_base
 from inference.generation import generate
 from inference.verifier import bitwise, packed
 from inference.verifier.base import Base
+from inference.verifier.check import difference, tree_around
 from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
 
@@ -51,17 +51,6 @@ def make_family(make_model, families, toy_tokenizer):
     return make
 
 
-def random_tree(path, num_nodes, vocab_size, chance):
-    """A tree of random nodes around a path, and the nodes of the path."""
-    grown, node, nodes = Growth(), -1, []
-    for token in path:
-        for _ in range(num_nodes // len(path)):
-            grown.child(chance.choice([-1, *range(len(grown.tokens))]), chance.randrange(vocab_size))
-        node = grown.child(node, token)
-        nodes.append(node)
-    return DraftTree(grown.tokens, grown.parents), nodes
-
-
 def count_different(base, length, seed=0, num_tokens=80):
     """Compare the rows of random chunks, steps, chains and trees with decoding token by token behind one prefill.
 
@@ -91,7 +80,7 @@ def count_different(base, length, seed=0, num_tokens=80):
             path = text[root + 1 : root + 1 + depth]
             tree, nodes = DraftTree(), []
             if depth:
-                tree, nodes = random_tree(path, chance.choice([0, 0, 10, 60, 150]), vocab_size, chance)
+                tree, nodes = tree_around(path, chance.choice([0, 0, 50, 100, 180]), vocab_size, chance)
             output = runner.forward(pending, tree, LAYERS)
             for place, row in enumerate([0, *(1 + node for node in nodes)]):
                 logits, hidden = rows[root + place]
@@ -122,7 +111,7 @@ def set_num_threads():
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_rows_of_the_shipped_base_are_equal(set_num_threads, dtype, num_threads):
     set_num_threads(num_threads)
     base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."), bitwise=True)
@@ -163,6 +152,37 @@ def test_rows_of_a_larger_base_are_equal(shared, dtype):
     assert_all_equal(base, 40, 600)
 
 
+@pytest.mark.parametrize(
+    ("label", "sizes"),
+    [
+        ("LLaMA", {}),
+        ("LLaMA", {"attention_chunk_size": 50}),
+        ("Mistral, sliding window", {"sliding_window": 5}),
+        ("Gemma 2", {"sliding_window": 90}),
+        ("Gemma 3", {"sliding_window": 600}),
+    ],
+)
+def test_the_attention_is_the_usual_one_up_to_rounding(make_family, label, sizes):
+    base, chance = make_family(label, torch.float32, max_position_embeddings=1024, **sizes), random.Random(0)
+    base = replace(base, check=False)  # LLaMA's own forward knows no chunks
+    runners = Runner(base), Runner(replace(base, bitwise=False))
+    assert runners[0].row_multiple and runners[1].row_multiple is None
+    for num_cached, num_pending, num_nodes in ((0, 1, 9), (63, 2, 150), (511, 40, 70), (600, 1, 150), (200, 300, 30)):
+        text = [chance.randrange(40) for _ in range(num_cached + num_pending)]
+        is_deep = chance.random() < 0.5  # deeper than `MAX_DEPTH`, as only scratch nodes of other callers are
+        parents = [node - 1 if is_deep else chance.randrange(-1, node) for node in range(num_nodes)]
+        tree = DraftTree([chance.randrange(40) for _ in parents], parents, num_scratch=num_nodes // 3)
+        outputs = []
+        for runner in runners:
+            runner.reset()
+            if num_cached:
+                runner.forward(text[:num_cached], DraftTree(), LAYERS)
+                runner.commit([])
+            outputs.append(runner.forward(text[num_cached:], tree, LAYERS))
+        assert difference(outputs[0].logits, outputs[1].logits) < 1e-5
+        assert difference(outputs[0].hidden, outputs[1].hidden) < 1e-5
+
+
 # ---- controls: without one of the two measures, rows differ
 
 
@@ -173,7 +193,7 @@ def test_rows_differ_with_the_usual_attention(monkeypatch, dtype):
     assert num_different > num_compared / 2
 
 
-def test_rows_differ_where_too_few_are_fed(monkeypatch):
+def test_rows_differ_where_they_are_not_filled_up(monkeypatch):
     base = load_base("checkpoints/tiny-chat", "float32", bitwise=True)
     assert Runner(base).row_multiple > 1
     monkeypatch.setattr("inference.verifier.runner.row_multiple", lambda runner: 1)
@@ -202,15 +222,32 @@ def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make
     with pytest.raises(ValueError, match="toy has no bit-identical rows here: leave out --bitwise or bitwise=True"):
         Runner(base)
     runner = Runner(replace(base, bitwise=None))
-    assert runner.row_multiple is None and base.model.config._attn_implementation == "sdpa"
+    assert runner.row_multiple is None
+    generate(replace(base, bitwise=None), [3, 4], max_new_tokens=2)  # whose runner is kept
+    with pytest.raises(ValueError, match="toy has no bit-identical rows here"):
+        generate(replace(base, bitwise=None), [3, 4], bitwise=True, max_new_tokens=2)
+    with pytest.raises(ValueError, match="compiled steps have no bit-identical rows"):
+        generate(replace(base, bitwise=None), [3, 4], bitwise=True, compile=True)
+
+
+def test_a_model_in_training_is_measured_without_its_dropout(make_family):
+    base = make_family("GPT-2", torch.bfloat16)
+    base.model.train()
+    assert Runner(base).row_multiple and base.model.training
+
+
+def test_a_width_whose_products_depend_on_the_number_of_rows_is_found(make_family):
+    sizes = {"hidden_size": 240, "intermediate_size": 650, "num_attention_heads": 5, "vocab_size": 1024}
+    base = make_family("LLaMA", torch.float32, **sizes)  # the last of 650 values are computed without vectors
+    assert Runner(base).row_multiple == 16
+    assert_all_equal(base, 60)
 
 
 def test_the_model_itself_computes_as_before(make_family):
     base = make_family("LLaMA", torch.bfloat16)
     ids = torch.randint(3, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     before = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
-    Runner(base)
-    assert base.model.config._attn_implementation == "sdpa_bitwise"
+    assert Runner(base).row_multiple and base.model.config._attn_implementation == "sdpa"
     after = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
 

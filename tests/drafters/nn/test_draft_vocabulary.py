@@ -13,6 +13,7 @@ from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.protocol import UNLIMITED
 from drafters.tree import DraftTree
+from tests.drafters.conftest import random_drafter
 
 V, D, S = 12, 8, 18
 SIZES = {"hidden_size": D, "num_layers": 2, "num_heads": 2, "head_dim": 4, "intermediate_size": 12}
@@ -33,14 +34,7 @@ def make(kind, shape=SHAPE, **arguments):
     options = {"draft_vocab_size": 5} | SMALL | arguments
     if kind is Block:
         del options["num_labels"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        drafter = recipe.build(kind, shape, options).double()
-        for weight in drafter.parameters():
-            if weight.dim() == 2:
-                torch.nn.init.normal_(weight, std=0.5)
-        if kind is CTC:
-            torch.nn.init.normal_(drafter.blank_row, std=0.5)
+    drafter = random_drafter(kind, shape, options, std=0.5)
     if drafter.draft_tokens is not None:
         drafter.draft_tokens.copy_(DRAFTED)
     return drafter.eval()

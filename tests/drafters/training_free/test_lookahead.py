@@ -7,7 +7,7 @@ import pytest
 from drafters import Limits, Lookahead, NgramPool, StepResult
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
-from tests.drafters.training_free.pools import PlainPool, held
+from tests.drafters.training_free.oracles import PlainPool, held
 
 FAR = Limits(max_depth=100)
 PARAMETERS = [

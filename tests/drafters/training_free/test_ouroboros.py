@@ -10,7 +10,7 @@ from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
-from tests.drafters.training_free.pools import PlainPool, held
+from tests.drafters.training_free.oracles import PlainPool, held
 
 NO_EOS = frozenset()
 VOCAB = 6

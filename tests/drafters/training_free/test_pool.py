@@ -5,7 +5,7 @@ import random
 import pytest
 
 from drafters import NgramPool
-from tests.drafters.training_free.pools import PlainPool
+from tests.drafters.training_free.oracles import PlainPool
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])

@@ -7,7 +7,7 @@ import pytest
 from drafters import SelfDraft
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
-from tests.drafters.training_free.pools import PlainPool, held
+from tests.drafters.training_free.oracles import PlainCorpus, PlainPool, held
 
 PARAMETERS = [
     {},
@@ -19,32 +19,6 @@ PARAMETERS = [
     {"branch_len": 6, "text_ngrams": False},
     {"branch_len": 8, "gram": 2, "text_ngrams": False, "drop_last": True, "cache_size": 4},
 ]
-
-
-class CountingTable:
-    """The lookups of a corpus cache, from counts in plain loops."""
-
-    def __init__(self, text):
-        self.text, self.counted = text, {}
-
-    def counts(self, width, last):
-        """How often each gram of four follows these last tokens in the text."""
-        if last not in self.counted:
-            counts = self.counted[last] = {}
-            for i in range(len(self.text) - width - 3):
-                if tuple(self.text[i : i + width]) == last:
-                    gram = tuple(self.text[i + width : i + width + 4])
-                    counts[gram] = counts.get(gram, 0) + 1
-        return self.counted[last]
-
-    def retrieve(self, seq, most, known=()):
-        found = []
-        for width in (4, 3, 2, 1):
-            counts = self.counts(width, tuple(seq[-width:])) if len(seq) >= width else {}
-            for gram in sorted(counts, key=lambda gram: (-counts[gram], gram))[: most - len(found)]:
-                if gram not in found and gram not in known:
-                    found.append(gram)
-        return found
 
 
 class Literal:
@@ -183,7 +157,7 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
     runner = pseudo_runner(seed, vocab, order=1 + seed % 2, context=60, noise=0.2)
     rng = random.Random(seed)
     eos = {vocab - 1} if seed % 2 else set()
-    corpus = CountingTable(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
+    corpus = PlainCorpus(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
     drafter, literal = Watched(**arguments, corpus=corpus), Literal(runner, **arguments, corpus=corpus)
     session, steps, hits = Session(runner, drafter), 0, 0
     texts = (1, 3, 17, 30, 8) * (

@@ -11,10 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 import gc
 import json
 import random
+import resource
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -250,6 +253,19 @@ class ChatHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *given):
         pass
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """No file can grow beyond a number of bytes, as if the disk were full then."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
 
 
 @pytest.fixture

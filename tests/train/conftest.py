@@ -269,6 +269,9 @@ class Forked:
         """Its exit code, as subprocess has it: minus the number of the signal that killed it."""
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
 
+    def succeed(self):
+        assert self.wait() == 0, self.log.read_text()
+
     def send(self, number):
         os.kill(self.process, number)
 

@@ -4,11 +4,8 @@ import ast
 import io
 import json
 import os
-import resource
 import shutil
-import signal
 import sys
-from contextlib import contextmanager
 from zipfile import ZipFile
 
 import pytest
@@ -21,6 +18,7 @@ from data.files import output_lock
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters.checkpoint import read_config
 from inference.verifier.base import load_base, load_base_info
+from tests.conftest import full_disk
 from train.cli import run_drafters, run_lightning, user_errors
 from train.model_card import ABOUT, model_card
 
@@ -267,19 +265,6 @@ def test_a_second_process_is_told_who_writes_to_its_place(call, write_recipe, tm
         folder = "--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={place}"
         outcome = call(run_lightning, "fit", "--config", write_recipe(tmp_path), *folder)
         assert said in outcome.one_line_error("lightning") and not place.exists()
-
-
-@contextmanager
-def full_disk(num_bytes):
-    """No file can grow beyond a number of bytes, as if the disk were full then."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, previous)
 
 
 def contents(place):

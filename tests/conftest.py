@@ -255,6 +255,14 @@ class ChatHandler(BaseHTTPRequestHandler):
         pass
 
 
+def refusal(function, *arguments, **options):
+    """The message of one line with which a function refuses its arguments."""
+    with pytest.raises(ValueError) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @contextmanager
 def full_disk(num_bytes):
     """No file can grow beyond a number of bytes, as if the disk were full then."""

@@ -9,6 +9,7 @@ import pytest
 
 from drafters import REST, DraftTree, SuffixArray
 from drafters.protocol import Limits
+from tests.conftest import refusal
 
 FAR = Limits(max_depth=100)
 WIDE = 70_000  # an id that needs more than 16 bits
@@ -116,9 +117,7 @@ def test_a_file_that_is_no_datastore_is_refused_in_one_line(tmp_path):
     SuffixArray.build(documents_of(2)).save(path)
     for data in damages(path.read_bytes()).values():
         path.write_bytes(data)
-        with pytest.raises(ValueError, match="make a datastore with") as caught:
-            SuffixArray.open(path)
-        assert "\n" not in str(caught.value)
+        assert "make a datastore with" in refusal(SuffixArray.open, path)
 
 
 def test_a_text_without_tokens_and_a_depth_of_one_are_refused():

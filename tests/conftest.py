@@ -215,7 +215,35 @@ class ChatServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
 
-class ChatHandler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Logs nothing, and can send a reply as a whole."""
+
+    def reply(self, code, content, headers=None):
+        self.send_response(code)
+        for name, value in ((headers or {}) | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *given):
+        pass
+
+
+@contextmanager
+def serving(server):
+    """The server runs in a thread inside the block."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class ChatHandler(Handler):
     def do_POST(self):
         self.server.open += 1
         self.server.most_open = max(self.server.most_open, self.server.open)
@@ -244,16 +272,6 @@ class ChatHandler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(words), "completion_tokens": len(kept)}
         return self.reply(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
-    def reply(self, code, content, headers=None):
-        self.send_response(code)
-        for name, value in ((headers or {}) | {"Content-Length": str(len(content))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *given):
-        pass
-
 
 def refusal(function, *arguments, **options):
     """The message of one line with which a function refuses its arguments."""
@@ -279,12 +297,8 @@ def full_disk(num_bytes):
 @pytest.fixture
 def chat_server():
     """A `ChatServer` running in a thread."""
-    with ChatServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(ChatServer()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="session")

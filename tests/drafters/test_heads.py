@@ -102,6 +102,3 @@ def test_before_training_every_head_predicts_what_the_base_predicted_for_the_roo
     expected = hidden[0] @ base_weights.head.T
     for head, x in enumerate(drafter.head_states(states, path, base_weights.embedding)):
         torch.testing.assert_close(drafter.logits(head, x, base_weights), expected)
-    assert all(weight.data_ptr() != base_weights.head.data_ptr() for weight in drafter.parameters()), (
-        "copies, not the base"
-    )

@@ -9,7 +9,7 @@ from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
 from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
 
-S, D, V = 20, 16, 23
+S, V = 20, 23
 both = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 

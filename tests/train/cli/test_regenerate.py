@@ -7,7 +7,6 @@ import sys
 import time
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from inference.verifier.options import SamplingOptions
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

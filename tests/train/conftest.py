@@ -171,6 +171,11 @@ class Outcome:
     out: str
     err: str
 
+    def succeeded(self):
+        """The same outcome, after checking that the command did what it was asked for."""
+        assert self.code == 0, self.err
+        return self
+
     def one_line_error(self, command):
         """The message, after checking that the command ended as a mistake of the user should.
 

@@ -323,8 +323,7 @@ def test_control_characters_and_brackets_of_a_conversation_and_of_a_name_are_sho
     turns = [{"from": "human", "value": f"hello {HOSTILE}"}, {"from": "gpt", "value": HOSTILE}]
     records = [{"id": f"first{HOSTILE}", "conversations": turns}, {"conversations": [{"from": HOSTILE, "value": ""}]}]
     (tmp_path / "some.json").write_text(json.dumps(records))
-    outcome = call(run_drafters, "show-mask", "--tokenizer", tiny, "--files", tmp_path / "some.json")
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, "show-mask", "--tokenizer", tiny, "--files", tmp_path / "some.json").succeeded()
     assert "first␛]0;title␎" in outcome.out and outcome.out.count("[/]") >= 3
     assert is_harmless(outcome.out + outcome.err)
     error = call(run_drafters, "verify", "--base", f"./{HOSTILE}", "--drafter", "anpd").one_line_error("drafters")
@@ -351,7 +350,6 @@ def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, 
     (tmp_path / "asked.json").write_text(json.dumps([{"conversations": turns}]))
     out = tmp_path / "out.jsonl"
     line = ("regenerate", "--base", tiny, "--endpoint", chat_server.url, "--model", "m", "--out", out)
-    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json")
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json").succeeded()
     assert json.loads(out.read_text())["messages"][1]["content"] == "[OPENAI_API_KEY] say"
     assert "sk-123456" not in outcome.out + outcome.err

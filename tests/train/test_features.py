@@ -138,8 +138,7 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     (folder / f".{names[2]}.new").write_bytes(b"half")
     with pytest.raises(ValueError, match="is not finished"):
         FeatureStore(folder)
-    outcome = call(run_drafters, *command(tiny, folder))
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, *command(tiny, folder)).succeeded()
     there, said, done = outcome.out.splitlines()[-3:]
     assert there == f"1 of {len(names)} shards are there already"
     assert said.startswith("to be written: ") and "layers 0,1,-1 in float32" in said, "before writing"
@@ -315,8 +314,7 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
 @pytest.mark.slow
 def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe, stores, tmp_path):
     words = "fit", "--config", write_recipe(tmp_path, max_steps=2), "--data.max_length", 400
-    done = call(run_lightning, *words, "--data.features", stores / "float16")
-    assert done.code == 0, done.err
+    call(run_lightning, *words, "--data.features", stores / "float16").succeeded()
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
     missing = call(run_lightning, *words, "--ckpt_path", "last", "--data.features", tmp_path / "none")
     assert "manifest.json: no such file or directory" in missing.one_line_error("lightning")

@@ -75,8 +75,12 @@ def ready(drafter, hidden, ids, anchor):
     return drafter
 
 
+def paths_of(tree):
+    return [tuple(tree.path_tokens(node)) for node in range(len(tree))]
+
+
 def paths(tree):
-    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+    return set(paths_of(tree))
 
 
 @pytest.fixture

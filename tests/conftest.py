@@ -11,10 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests sta
 import gc
 import json
 import random
+import resource
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -212,7 +215,35 @@ class ChatServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
 
-class ChatHandler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
+    """Logs nothing, and can send a reply as a whole."""
+
+    def reply(self, code, content, headers=None):
+        self.send_response(code)
+        for name, value in ((headers or {}) | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *given):
+        pass
+
+
+@contextmanager
+def serving(server):
+    """The server runs in a thread inside the block."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class ChatHandler(Handler):
     def do_POST(self):
         self.server.open += 1
         self.server.most_open = max(self.server.most_open, self.server.open)
@@ -241,26 +272,33 @@ class ChatHandler(BaseHTTPRequestHandler):
         usage = {"prompt_tokens": len(words), "completion_tokens": len(kept)}
         return self.reply(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
-    def reply(self, code, content, headers=None):
-        self.send_response(code)
-        for name, value in ((headers or {}) | {"Content-Length": str(len(content))}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
 
-    def log_message(self, *given):
-        pass
+def refusal(function, *arguments, **options):
+    """The message of one line with which a function refuses its arguments."""
+    with pytest.raises(ValueError) as caught:
+        function(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """No file can grow beyond a number of bytes, as if the disk were full then."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
 
 
 @pytest.fixture
 def chat_server():
     """A `ChatServer` running in a thread."""
-    with ChatServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(ChatServer()) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="session")

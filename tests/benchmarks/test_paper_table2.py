@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from benchmarks import paper_table2
-from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
+from drafters import CTC, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
 from drafters.ctc.reference import collapse
 from drafters.ctc.trees import collapsed
 from drafters.trees.search import SearchLimits
+from tests.drafters.conftest import SHAPE
 
-SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 BLANK = 23
 CAT, DOG = 5, 6
 

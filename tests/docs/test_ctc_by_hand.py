@@ -1,7 +1,6 @@
 """Every number of docs/ctc.md, computed by listing all alignments, as tests/drafters/ctc proves our functions."""
 
 import importlib
-import importlib.util
 import math
 import re
 from collections import defaultdict
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from drafters.ctc.reference import collapse
+from tests.docs.conftest import load_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "ctc.md").read_text(encoding="utf-8")
@@ -291,9 +291,7 @@ def test_every_function_the_page_names_exists():
 
 @pytest.mark.slow
 def test_the_picture_is_drawn_from_the_pages_frames(tmp_path):
-    spec = importlib.util.spec_from_file_location("ctc_picture", DOCS / "ctc_picture.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("ctc_picture")
     assert np.array_equal(script.FRAMES, FRAMES) and script.WORDS == WORDS
     script.draw(tmp_path / "ctc.png")
     assert (tmp_path / "ctc.png").stat().st_size > 0 and (DOCS / "ctc.png").exists() and "](ctc.png)" in PAGE

@@ -1,30 +1,24 @@
 """The map of the code in docs/design.md shows the folders and rooms that exist."""
 
-import importlib.util
 import re
 from pathlib import Path
+
+from tests.docs.conftest import load_script
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "design.md").read_text(encoding="utf-8")
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tree_of_the_page_names_the_folders_that_exist():
     """After a change: ``python docs/layout.py``."""
-    layout = script("layout")
+    layout = load_script("layout")
     shown = [line.split("/")[0] for line in layout.BLOCK.search(PAGE)[2].splitlines()]
     assert shown == [line.split("/")[0] for line in layout.tree().splitlines()]
 
 
 def test_the_picture_shows_every_room_that_the_layering_test_knows():
     """After a change: ``python docs/rooms_picture.py``."""
-    picture = script("rooms_picture")
+    picture = load_script("rooms_picture")
     drawn = re.findall(r">([^<>\n]+)</text>", (DOCS / "rooms.svg").read_text(encoding="utf-8"))
     for rows in picture.rooms().values():
         assert {part for row in rows for part in row} <= set(drawn)

@@ -1,6 +1,5 @@
 """The parts of the documentation site that are generated from the code; every drafter is on it."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from data.benchmarks import BENCHMARKS
 from drafters import recipe
 from drafters.registry import learned, registered
 from inference import drafter_specs  # noqa: F401  registers the drafters that need a model
+from tests.docs.conftest import load_script
 
 ROOT = Path(__file__).parents[2]
 DRAFTERS = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
@@ -18,16 +18,9 @@ LEARNED = learned()
 NAMES = [name for name in registered() if name != "none"]
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def argument_tables():
-    return script("argument_tables")
+    return load_script("site/argument_tables")
 
 
 def test_the_page_on_drafters_has_a_table_of_arguments_for_each_of_the_catalogue():
@@ -51,7 +44,7 @@ def test_what_decoding_may_change_is_marked_for_learned_drafters_only(name, argu
 
 def test_the_table_of_benchmarks_has_each_with_the_prompts_of_its_styles():
     assert "<!-- benchmarks -->" in (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    rows = script("benchmark_table").table().splitlines()
+    rows = load_script("site/benchmark_table").table().splitlines()
     for name, benchmark in BENCHMARKS.items():
         (row,) = (row for row in rows if name in row.split(" | ")[0].removeprefix("| ").split(", "))
         for style, own in benchmark.styles.items():

@@ -23,11 +23,34 @@ def base_weights():
     return BaseWeights(*(torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2)))
 
 
+def in_float64(base_weights):
+    return BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+
+
+def random_drafter(kind, shape, options, std=0.3, dtype=torch.float64, is_random=lambda weight: weight.dim() == 2):
+    """Build a drafter with weights large enough that context matters; equal options give equal weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drafter = recipe.build(kind, shape, options).to(dtype)
+        for weight in filter(is_random, drafter.parameters()):
+            torch.nn.init.normal_(weight, std=std)
+        if kind is CTC:
+            torch.nn.init.normal_(drafter.blank_row, std=std)
+    return drafter
+
+
 def text_for(drafter, seed=3, length=20):
     """The base's states that a drafter reads, and the tokens of a text."""
     generator, size = torch.Generator().manual_seed(seed), 16 * len(drafter.required_outputs.hidden_layers)
     hidden = torch.randn(length, size, generator=generator, dtype=torch.float64)
     return hidden, torch.randint(0, 23, (length,), generator=generator)
+
+
+@pytest.fixture
+def text():
+    """Float32 states (S, D) of one layer of the base, and the tokens (S,) of a text."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(20, 16, generator=generator), torch.randint(0, 23, (20,), generator=generator)
 
 
 def batch_for(drafter, rows=2, length=20, mask=None, seed=0):
@@ -52,24 +75,21 @@ def ready(drafter, hidden, ids, anchor):
     return drafter
 
 
+def paths_of(tree):
+    return [tuple(tree.path_tokens(node)) for node in range(len(tree))]
+
+
 def paths(tree):
-    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+    return set(paths_of(tree))
 
 
 @pytest.fixture
 def make_ctc():
-    """Build a CTC drafter with weights large enough that context matters; equal options give equal weights."""
+    """Build a random CTC drafter."""
 
     def make(**arguments):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            options = {"num_frames": 6, "num_labels": 4, "num_nodes": 12, "top_k": 4} | arguments
-            drafter = recipe.build(CTC, SHAPE, options)
-            for weight in drafter.parameters():
-                if weight.dim() == 2:
-                    torch.nn.init.normal_(weight, std=0.3)
-            torch.nn.init.normal_(drafter.blank_row, std=0.3)
-        return drafter
+        options = {"num_frames": 6, "num_labels": 4, "num_nodes": 12, "top_k": 4} | arguments
+        return random_drafter(CTC, SHAPE, options, dtype=torch.float32)
 
     return make
 

@@ -6,35 +6,24 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import BaseShape, BaseWeights, Block, Limits, recipe
+from drafters import Block, Limits
 from drafters.block import cross_entropy
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.nn.markov import Markov
+from tests.drafters.conftest import SHAPE, in_float64, random_drafter
 
-SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 S = 20
 
 
 @pytest.fixture
 def make():
     def made(**arguments):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            drafter = recipe.build(Block, SHAPE, {"num_frames": 4, "num_nodes": 12, "top_k": 6} | arguments)
-            for weight in drafter.parameters():
-                if weight.dim() == 2:
-                    torch.nn.init.normal_(weight, std=0.3)
-        return drafter
+        options = {"num_frames": 4, "num_nodes": 12, "top_k": 6} | arguments
+        return random_drafter(Block, SHAPE, options, dtype=torch.float32)
 
     return made
-
-
-@pytest.fixture
-def text():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
 
 
 def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(make, base_weights, text):
@@ -53,7 +42,7 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}])
 def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
     drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
-    base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    base_weights = in_float64(base_weights)
     context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
     at = torch.tensor(anchors)
     trees = drafter.propose_batch(context, at, ids[at], base_weights, Limits(max_depth=100))
@@ -68,7 +57,7 @@ def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights
 def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, factors):
     """The reference scores all paths over the full vocabulary by the product of the frames' probabilities."""
     drafter, (hidden, ids) = make(markov_rank=rank, markov_factors=factors, num_frames=2, top_k=23).double(), text
-    base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    base_weights = in_float64(base_weights)
     at = torch.tensor([[7]])
     with torch.no_grad():
         frames = drafter(hidden[None].double(), at, ids[at], base_weights.embedding)[0, 0]

@@ -10,6 +10,7 @@ import torch
 
 from drafters import CTC, checkpoint
 from drafters.checkpoint import DrafterConfig
+from tests.conftest import refusal
 
 
 @pytest.fixture
@@ -28,14 +29,6 @@ def folder(config, tmp_path):
     torch.nn.init.normal_(drafter.blank_row)
     checkpoint.save(tmp_path / "a" / "drafter", drafter, config)
     return tmp_path / "a" / "drafter"
-
-
-def refusal(folder):
-    with pytest.raises(ValueError) as caught:
-        checkpoint.load(folder)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def edit(folder, **changes):
@@ -73,14 +66,14 @@ def test_the_folder_of_a_bias_from_the_base_holds_no_table_and_drafts_what_was_s
 
 
 def test_a_missing_folder_or_file_is_named(folder, tmp_path):
-    assert "config.json is missing" in refusal(tmp_path / "nowhere")
+    assert "config.json is missing" in refusal(checkpoint.load, tmp_path / "nowhere")
     (folder / "model.safetensors").unlink()
-    assert "model.safetensors is missing" in refusal(folder)
+    assert "model.safetensors is missing" in refusal(checkpoint.load, folder)
 
 
 def test_a_folder_of_another_tool_is_refused_with_the_command_that_reads_it(folder):
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-    assert "`drafters import` reads folders of other tools" in refusal(folder)
+    assert "`drafters import` reads folders of other tools" in refusal(checkpoint.load, folder)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_a_folder_of_another_tool_is_refused_with_the_command_that_reads_it(fold
 )
 def test_a_class_outside_the_project_is_refused(folder, class_path):
     edit(folder, class_path=class_path)
-    assert "is not a registered learned drafter" in refusal(folder)
+    assert "is not a registered learned drafter" in refusal(checkpoint.load, folder)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_a_class_outside_the_project_is_refused(folder, class_path):
 def test_a_configuration_of_other_weights_is_refused_and_nothing_is_allocated_for_it(folder, config, changes, said):
     values = asdict(config)
     edit(folder, **{k: values[k] | change if isinstance(change, dict) else change for k, change in changes.items()})
-    assert said in refusal(folder)
+    assert said in refusal(checkpoint.load, folder)
 
 
 def test_options_of_decoding_that_are_no_longer_there_are_left_out(folder, config):
@@ -118,7 +111,7 @@ def test_options_of_decoding_that_are_no_longer_there_are_left_out(folder, confi
     edit(folder, init_args=config.init_args | {"draft": {"num_nodes": 5, "step_costs": ""}})
     assert checkpoint.load(folder)[0].draft_options.num_nodes == 5
     edit(folder, init_args=config.init_args | {"loss": {"gone": 1}})
-    assert "gone" in refusal(folder)
+    assert "gone" in refusal(checkpoint.load, folder)
 
 
 @pytest.mark.slow

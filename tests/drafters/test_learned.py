@@ -18,9 +18,8 @@ from drafters import (
     Medusa,
     StepResult,
     TrainingBatch,
-    recipe,
 )
-from tests.drafters.conftest import batch_for, committed, ready, text_for
+from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
 
 S, D, V = 20, 16, 23
 PARALLEL = {"num_frames": 6, "top_k": 4, "num_nodes": 12}
@@ -66,21 +65,16 @@ each_class = pytest.mark.parametrize("kind", ["ctc, bias and chain", "block", "m
 
 @pytest.fixture
 def base_weights(base_weights):
-    return BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    return in_float64(base_weights)
 
 
 @pytest.fixture
 def make(shape, base_weights):
-    """Build a float64 drafter with weights large enough that context matters; equal arguments give equal weights."""
+    """Build a random drafter in float64."""
 
     def make(kind, **arguments):
         build, usual = KINDS[kind]
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            drafter = recipe.build(build, shape, OPTIONS[build] | usual | arguments).double()
-            for weight in drafter.parameters():
-                if weight.dim() == 2:
-                    torch.nn.init.normal_(weight, std=0.3)
+        drafter = random_drafter(build, shape, OPTIONS[build] | usual | arguments)
         drafter.attach_base_weights(base_weights)
         return drafter.eval()
 

@@ -146,14 +146,10 @@ def test_pruning_updates_the_nodes_of_each_distribution():
     tree = DraftTree(THE_CAT.tokens, THE_CAT.parents, distributions=distributions)
     tree.validate(vocab_size=20)
     assert tree.pruned(3, 4, ()) is tree
-    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(2, 4, ()).distributions] == [
-        (ROOT, (2, 0, 2)),
-        (0, (1,)),
-    ]
-    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(3, 2, ()).distributions] == [
-        (ROOT, (0,)),
-        (0, (1,)),
-    ]
-    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(3, 4, {11}).distributions] == [
-        (ROOT, (1, 0, 1))
-    ]
+
+    def draws_within(*limits):
+        return [(each.parent, each.draws) for each in tree.pruned(*limits).distributions]
+
+    assert draws_within(2, 4, ()) == [(ROOT, (2, 0, 2)), (0, (1,))]
+    assert draws_within(3, 2, ()) == [(ROOT, (0,)), (0, (1,))]
+    assert draws_within(3, 4, {11}) == [(ROOT, (1, 0, 1))]

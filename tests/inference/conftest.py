@@ -71,27 +71,31 @@ class Oracle(drafters.Drafter):
         self.steps.append(step)
 
 
-def train_briefly(drafter, base, texts, num_steps=30):
-    """Train a learned drafter until it often guesses what the base writes, and prepare it for decoding.
+def train_briefly(drafter, base, texts, num_steps=30, lr=0.03, mask=None):
+    """Train a learned drafter until it often guesses what the base writes, prepare it, and return its losses.
 
     Args:
         drafter: An untrained drafter.
         base: Its base.
         texts: (B, S) texts that the base wrote.
         num_steps: Number of optimizer steps.
+        lr: Learning rate.
+        mask: (B, S) the loss mask; everything by default.
     """
     drafter.to(base.model.dtype).initialise(base.base_weights)
     with torch.no_grad():
         hidden, last_hidden = base.hidden_states(texts, drafter.required_outputs.hidden_layers)
         labels = base.model(texts).logits.argmax(-1)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.03, weight_decay=0)
+    optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=lr, weight_decay=0), []
+    mask = torch.ones_like(texts, dtype=torch.bool) if mask is None else mask
     for step in range(num_steps):
-        mask = torch.ones_like(texts, dtype=torch.bool)
         loss, _ = drafter.loss(TrainingBatch(hidden, last_hidden, texts, labels, mask, step), base.base_weights)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.item())
     drafter.eval().requires_grad_(False).attach_base_weights(base.base_weights)
+    return losses
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from inference.budget import Budgeted
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
+from tests import conftest
 
 
 @pytest.fixture
@@ -33,11 +34,7 @@ def save(tmp_path):
 
 
 def refusal(spec, base):
-    with pytest.raises(ValueError) as caught:
-        drafter_specs.make(spec, Runner(base))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return conftest.refusal(drafter_specs.make, spec, Runner(base))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """``drafters tune``: its space, its trials, which equal decoding, and the files that it makes for drafters."""
 
 import json
-import resource
-import signal
 from itertools import product
 from types import SimpleNamespace
 
@@ -21,6 +19,7 @@ from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Generation, Step
+from tests.conftest import full_disk, refusal
 from train.cli import run_drafters as main
 
 NUM_TOKENS = 40
@@ -104,9 +103,7 @@ def test_a_range_of_real_numbers_is_searched_and_the_last_option_of_a_grid_varie
     ],
 )
 def test_a_text_that_is_no_space_or_an_option_that_is_given_twice_is_refused(texts, drafter, said, base):
-    with pytest.raises(ValueError, match=said) as refused:
-        read_space(texts, drafter, base)
-    assert "\n" not in str(refused.value)
+    assert said in refusal(read_space, texts, drafter, base)
 
 
 # ---- trials
@@ -197,15 +194,8 @@ def test_speed_counts_each_step_as_the_median_of_its_kind():
 @pytest.mark.slow
 def test_a_full_disk_ends_a_search_in_one_line_and_loses_no_trial(folder, whole, tmp_path, capsys):
     done = run(folder, tmp_path / "out", "anpd", "order=2,3")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run(folder, tmp_path / "out", "anpd", "order=2,3,4")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, previous)
+    with full_disk(3000), pytest.raises(SystemExit) as ended:
+        run(folder, tmp_path / "out", "anpd", "order=2,3,4")
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1 and "the trials in it are kept: make room" in error
     assert run(folder, tmp_path / "out", "anpd", "order=2,3") == done

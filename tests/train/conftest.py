@@ -171,6 +171,11 @@ class Outcome:
     out: str
     err: str
 
+    def succeeded(self):
+        """The same outcome, after checking that the command did what it was asked for."""
+        assert self.code == 0, self.err
+        return self
+
     def one_line_error(self, command):
         """The message, after checking that the command ended as a mistake of the user should.
 
@@ -268,6 +273,9 @@ class Forked:
     def wait(self):
         """Its exit code, as subprocess has it: minus the number of the signal that killed it."""
         return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def succeed(self):
+        assert self.wait() == 0, self.log.read_text()
 
     def send(self, number):
         os.kill(self.process, number)

@@ -4,11 +4,8 @@ import ast
 import io
 import json
 import os
-import resource
 import shutil
-import signal
 import sys
-from contextlib import contextmanager
 from zipfile import ZipFile
 
 import pytest
@@ -21,6 +18,7 @@ from data.files import output_lock
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters.checkpoint import read_config
 from inference.verifier.base import load_base, load_base_info
+from tests.conftest import full_disk
 from train.cli import run_drafters, run_lightning, user_errors
 from train.model_card import ABOUT, model_card
 
@@ -269,19 +267,6 @@ def test_a_second_process_is_told_who_writes_to_its_place(call, write_recipe, tm
         assert said in outcome.one_line_error("lightning") and not place.exists()
 
 
-@contextmanager
-def full_disk(num_bytes):
-    """No file can grow beyond a number of bytes, as if the disk were full then."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, previous)
-
-
 def contents(place):
     """The files of an output, without journals, which let the command go on."""
     files = (path for path in place.rglob("*") if path.is_file() and path.suffix != ".partial")
@@ -338,8 +323,7 @@ def test_control_characters_and_brackets_of_a_conversation_and_of_a_name_are_sho
     turns = [{"from": "human", "value": f"hello {HOSTILE}"}, {"from": "gpt", "value": HOSTILE}]
     records = [{"id": f"first{HOSTILE}", "conversations": turns}, {"conversations": [{"from": HOSTILE, "value": ""}]}]
     (tmp_path / "some.json").write_text(json.dumps(records))
-    outcome = call(run_drafters, "show-mask", "--tokenizer", tiny, "--files", tmp_path / "some.json")
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, "show-mask", "--tokenizer", tiny, "--files", tmp_path / "some.json").succeeded()
     assert "first␛]0;title␎" in outcome.out and outcome.out.count("[/]") >= 3
     assert is_harmless(outcome.out + outcome.err)
     error = call(run_drafters, "verify", "--base", f"./{HOSTILE}", "--drafter", "anpd").one_line_error("drafters")
@@ -366,7 +350,6 @@ def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, 
     (tmp_path / "asked.json").write_text(json.dumps([{"conversations": turns}]))
     out = tmp_path / "out.jsonl"
     line = ("regenerate", "--base", tiny, "--endpoint", chat_server.url, "--model", "m", "--out", out)
-    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json")
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json").succeeded()
     assert json.loads(out.read_text())["messages"][1]["content"] == "[OPENAI_API_KEY] say"
     assert "sk-123456" not in outcome.out + outcome.err

@@ -115,8 +115,7 @@ def test_options_of_a_group_are_flat_on_the_command_line_and_lists_are_repeated_
 
 
 def printed(call, *args):
-    outcome = call(run_lightning, "fit", *args, "--print_config")
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_lightning, "fit", *args, "--print_config").succeeded()
     return outcome.out
 
 
@@ -166,8 +165,7 @@ def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
 def test_a_checkpoint_is_validated_and_tested_from_the_command_line(call, trained, subcommand):
-    outcome = call(run_lightning, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt)
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_lightning, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt).succeeded()
     assert "val/acceptance_length" in outcome.out
 
 

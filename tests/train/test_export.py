@@ -5,8 +5,7 @@ import hashlib
 import json
 import re
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from data import tokenizer
 from drafters import checkpoint
 from inference import drafter_specs
-from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
+from tests.conftest import Handler, serving
 from train.cli import run_drafters
 from train.export import export
 
@@ -113,7 +113,7 @@ class Hub(ThreadingHTTPServer):
     """The repositories of a hub: whether each is private, the files of its commits, and all requests."""
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", 0), HubHandler)
         self.private, self.files, self.latest, self.requests = {}, {}, {}, []
 
     def commit(self, repository, body):
@@ -126,20 +126,12 @@ class Hub(ThreadingHTTPServer):
         return oid
 
 
-class Handler(BaseHTTPRequestHandler):
+class HubHandler(Handler):
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
 
     def reply(self, status, content=b"", **headers):
         content = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for key, value in {"Content-Length": len(content), **headers}.items():
-            self.send_header(key.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        super().reply(status, content, {key.replace("_", "-"): value for key, value in headers.items()})
 
     def do_POST(self):
         hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -183,8 +175,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     """A hub of our own, to which the hub's client is pointed."""
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Hub()) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
@@ -192,12 +183,6 @@ def server(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def base(tiny):
-    return load_base(str(tiny))
 
 
 def push(trained, out, *more):
@@ -205,7 +190,7 @@ def push(trained, out, *more):
 
 
 def test_a_pushed_drafter_is_private_and_loads_at_its_commit_whatever_comes_later(
-    server, trained, base, capsys, tmp_path
+    server, trained, tiny_base, capsys, tmp_path
 ):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text("{}")
@@ -218,10 +203,10 @@ def test_a_pushed_drafter_is_private_and_loads_at_its_commit_whatever_comes_late
     card = files["README.md"].decode()
     assert "license: apache-2.0\nlibrary_name:" in card and "base_model" not in card, "the base is a folder"
     assert "--drafter ctc=ada/drafter@REVISION" in card
-    loaded, expected = drafter_specs.make(spec, Runner(base)), drafter_specs.make(f"ctc={trained.folder}", Runner(base))
+    loaded, expected = (drafter_specs.make(each, Runner(tiny_base)) for each in (spec, f"ctc={trained.folder}"))
     torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
     asked = len(server.requests)
-    drafter_specs.make(spec, Runner(base))  # the commit is in the cache
+    drafter_specs.make(spec, Runner(tiny_base))  # the commit is in the cache
     assert len(server.requests) == asked
     push(trained, tmp_path / "b", "--public")
     assert server.private == {"ada/drafter": True} and len(server.files) == 2
@@ -244,10 +229,10 @@ def test_a_refused_token_and_no_token_take_one_line(server, trained, monkeypatch
 
 
 def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused(
-    server, trained, base, monkeypatch, tmp_path
+    server, trained, tiny_base, monkeypatch, tmp_path
 ):
     with pytest.raises(ValueError, match=r"cannot download ada/none@main .not found.: check the name and the revision"):
-        drafter_specs.make("ctc=ada/none@main", Runner(base))
+        drafter_specs.make("ctc=ada/none@main", Runner(tiny_base))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="cannot upload to ada/drafter: "):
         export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")

@@ -23,6 +23,7 @@ from data.features import (
 )
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
+from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
 from train.features import Row, divide_into_shards, parse_layers
@@ -137,8 +138,7 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     (folder / f".{names[2]}.new").write_bytes(b"half")
     with pytest.raises(ValueError, match="is not finished"):
         FeatureStore(folder)
-    outcome = call(run_drafters, *command(tiny, folder))
-    assert outcome.code == 0, outcome.err
+    outcome = call(run_drafters, *command(tiny, folder)).succeeded()
     there, said, done = outcome.out.splitlines()[-3:]
     assert there == f"1 of {len(names)} shards are there already"
     assert said.startswith("to be written: ") and "layers 0,1,-1 in float32" in said, "before writing"
@@ -273,21 +273,20 @@ def test_shards_hold_each_row_once_with_the_longest_first():
 def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
     store = stores / "float32"
 
-    def refusal(base=tiny, drafter=SMALL_CTC, features=store, dtype="float32"):
-        with pytest.raises(ValueError) as error:
-            module = DrafterTraining(str(base), drafter, base_dtype=dtype)
-            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA)
-            L.Trainer(**QUIET, max_steps=1, enable_checkpointing=False).fit(module, data)
-        assert "\n" not in str(error.value)
-        return str(error.value)
+    def train(base=tiny, drafter=SMALL_CTC, features=store, dtype="float32"):
+        module = DrafterTraining(str(base), drafter, base_dtype=dtype)
+        data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA)
+        L.Trainer(**QUIET, max_steps=1, enable_checkpointing=False).fit(module, data)
 
     assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
-        drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
+        train, drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
     )
-    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(dtype="bfloat16")
-    assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
+    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(train, dtype="bfloat16")
+    assert "whose weights are not those of" in refusal(train, base=make_tiny("stranger", seed=9))
     run_drafters(command(tiny, tmp_path / "fused", layers="0,1"))
-    assert "reads the base's last hidden states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
+    assert "reads the base's last hidden states" in refusal(
+        train, drafter=RECIPES["eagle3"], features=tmp_path / "fused"
+    )
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
 
 
@@ -295,22 +294,19 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
 def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, stores, tmp_path):
     folder = shutil.copytree(stores / "float32", tmp_path / "store")
 
-    def refusal(features=folder, **options):
-        with pytest.raises(ValueError) as error:
-            read_data(tiny, features, **options)
-        assert "\n" not in str(error.value)
-        return str(error.value)
+    def refused(features=folder, **options):
+        return refusal(read_data, tiny, features, **options)
 
-    assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(template="llama2_chat")
-    assert "max_length 400, not 100: pass --data.max_length 400" in refusal(max_length=100)
-    missing = refusal(files=["embedded:12", "embedded:5:9"], val_size=0)
+    assert "is not that of llama2_chat: pass --data.template tokenizer" in refused(template="llama2_chat")
+    assert "max_length 400, not 100: pass --data.max_length 400" in refused(max_length=100)
+    missing = refused(files=["embedded:12", "embedded:5:9"], val_size=0)
     assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
     replace(Manifest.read(folder), tokenizer="0").save(folder)
-    assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refusal()
-    assert "manifest.json: no such file or directory" in refusal(tmp_path / "nowhere")
+    assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refused()
+    assert "manifest.json: no such file or directory" in refused(tmp_path / "nowhere")
     shutil.copy(stores / "float32" / "manifest.json", folder)
     (folder / "shard-00001.safetensors").unlink()
-    assert "shard-00001.safetensors is missing" in refusal()
+    assert "shard-00001.safetensors is missing" in refused()
     validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
     assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
 
@@ -318,8 +314,7 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
 @pytest.mark.slow
 def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe, stores, tmp_path):
     words = "fit", "--config", write_recipe(tmp_path, max_steps=2), "--data.max_length", 400
-    done = call(run_lightning, *words, "--data.features", stores / "float16")
-    assert done.code == 0, done.err
+    call(run_lightning, *words, "--data.features", stores / "float16").succeeded()
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
     missing = call(run_lightning, *words, "--ckpt_path", "last", "--data.features", tmp_path / "none")
     assert "manifest.json: no such file or directory" in missing.one_line_error("lightning")

@@ -217,8 +217,7 @@ def imported(call, base, tmp_path):
 
     def run(config, weights, **draft):
         folder = write(tmp_path / "public", config, weights)
-        done = call(run_drafters, "import", folder, tmp_path / "out", "--base", base.name)
-        assert done.code == 0, done.err
+        done = call(run_drafters, "import", folder, tmp_path / "out", "--base", base.name).succeeded()
         read = checkpoint.read_config(tmp_path / "out")
         options = {"draft": read.init_args.get("draft", {}) | {"tree": "chain"} | draft}
         drafter, _ = checkpoint.load(tmp_path / "out", config=replace(read, init_args=read.init_args | options))

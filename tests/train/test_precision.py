@@ -37,8 +37,7 @@ def test_a_quantised_base_has_nearly_the_same_outputs_and_an_unquantised_head(wi
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "bf16-mixed"), ("int8", "32-true")])
 def test_a_drafter_trains_in_bfloat16_and_on_a_quantised_base(call, write_recipe, wide, tmp_path, dtype, precision):
     config = write_recipe(tmp_path, {"base": str(wide), "base_dtype": dtype}, max_steps=2, precision=precision)
-    done = call(run_lightning, "fit", "--config", config)
-    assert done.code == 0, done.err
+    call(run_lightning, "fit", "--config", config).succeeded()
     weights = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert weights and all(weight.dtype == torch.float32 and weight.isfinite().all() for weight in weights.values())
 

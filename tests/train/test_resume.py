@@ -66,16 +66,14 @@ def read_batches(losses):
 @pytest.mark.slow
 def test_kills_at_any_moment_change_no_bit_of_the_losses_and_weights(write_run, fork, assert_same_end, tmp_path):
     whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random()
-    run = fork("fit", "--config", write_run(whole))
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", write_run(whole)).succeed()
     resumed = "fit", "--config", write_run(killed), "--ckpt_path", "last"
     for number, moment in enumerate(KILLS, start=1):
         run = fork(*resumed, before=die_in(*moment) if moment else bool)
         if not moment:
             kill_at_random(run, killed / "losses.txt", rng, latest=BATCHES * number // 8)
         assert run.wait() == -signal.SIGKILL, run.log.read_text()
-    run = fork(*resumed)
-    assert run.wait() == 0, run.log.read_text()
+    fork(*resumed).succeed()
     assert_same_end(killed, whole)
     assert not list((killed / "checkpoints").glob("*.new")), "temporary files of killed runs are deleted"
 
@@ -85,14 +83,12 @@ def test_resuming_from_any_checkpoint_repeats_the_uninterrupted_run(write_run, f
     """Within an epoch, between epochs, just before and after a validation, with a process that loads ahead."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = "--data.num_workers", 1
-    run = fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=5), *options)
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=5), *options).succeed()
     expected = losses_of(whole)
     for name, trained in {"step=1": 2, "step=3": 5, "step=4": 7, "best": 7}.items():
         shutil.rmtree(resumed, ignore_errors=True)
         config = write_run(resumed, max_steps=5)
-        run = fork("fit", "--config", config, "--ckpt_path", whole / "checkpoints" / f"{name}.ckpt", *options)
-        assert run.wait() == 0, run.log.read_text()
+        fork("fit", "--config", config, "--ckpt_path", whole / "checkpoints" / f"{name}.ckpt", *options).succeed()
         assert losses_of(resumed) == dict(list(expected.items())[trained:]), name
         if name != "best":  # that validation is over
             best = [torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True) for folder in (whole, resumed)]
@@ -118,8 +114,7 @@ def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(writ
     config = write_run(tmp_path, every=1000, max_steps=6)
     run = fork("fit", "--config", config, before=fail)
     assert run.wait() == 70 and "out of memory" in run.log.read_text()
-    run = fork("fit", "--config", config, "--ckpt_path", "last")
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", config, "--ckpt_path", "last").succeed()
     batches = [line.split()[0] for line in (tmp_path / "losses.txt").read_text().splitlines()]
     first, second = [f"0.{epoch}.{batch}" for epoch in (0, 1) for batch in range(5)][:8], ["0.1.2", "0.1.3", "0.1.4"]
     assert batches == [*first, *second]
@@ -130,11 +125,9 @@ def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(writ
 def test_a_run_with_two_processes_resumes_exactly(write_run, fork, losses_of, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     two = "--trainer.strategy", "ddp_fork", "--trainer.devices", 2
-    run = fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=4), *two)
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=4), *two).succeed()
     config, checkpoint = write_run(resumed, max_steps=4), whole / "checkpoints" / "step=2.ckpt"
-    run = fork("fit", "--config", config, "--ckpt_path", checkpoint, *two)
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", config, "--ckpt_path", checkpoint, *two).succeed()
     again, expected = losses_of(resumed), losses_of(whole)
     assert {batch.split(".")[0] for batch in again} == {"0", "1"} and len(expected) > len(again)
     assert again == {batch: expected[batch] for batch in again}
@@ -192,8 +185,7 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
     done = losses_of(tmp_path)
     step = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert not any((tmp_path / "checkpoints").glob("step=*")), "the one checkpoint is the signal's"
-    run = fork("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_steps", step + 3)
-    assert run.wait() == 0, run.log.read_text()
+    fork("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_steps", step + 3).succeed()
     assert set(losses_of(tmp_path)) > set(done)
     assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
 
@@ -222,8 +214,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_r
             run = fork(*options, before=stop_in_validation)
             assert run.wait() == 143, run.log.read_text()
             options = *options, "--ckpt_path", "last"
-        run = fork(*options)
-        assert run.wait() == 0, run.log.read_text()
+        fork(*options).succeed()
         best = torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True)
         measured[name] = best["measured"], best["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
     assert measured["stopped"] == measured["whole"]

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, TrainingBatch, recipe
+from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, recipe
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
+from tests.inference.conftest import train_briefly
 from train.validation import answer_spans, simulate_answers, with_own_answers
 
 FRAMES, NUM_TOKENS = 6, 32
@@ -64,25 +65,15 @@ def trained(base, prompts):
     """A drafter after some steps on the base's own text, and the losses of these steps."""
     with torch.no_grad():
         texts = torch.tensor([alone(base, prompt, 40) for prompt in prompts])
-        labels, answers = base.model(texts).logits.argmax(-1), torch.arange(64).expand_as(texts) >= 24
+    answers = torch.arange(64).expand_as(texts) >= 24
 
     @cache
     def train(kind, steps):
         drafter_class, init_args = KINDS[kind]
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            drafter = recipe.build(drafter_class, base.shape, init_args).double()
-            drafter.initialise(base.base_weights)
-            with torch.no_grad():
-                hidden, last = base.hidden_states(texts, drafter.required_outputs.hidden_layers)
-            optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=1e-2), []
-            for _ in range(steps):
-                loss, _ = drafter.loss(TrainingBatch(hidden, last, texts, labels, answers), base.base_weights)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
-        drafter.eval().attach_base_weights(base.base_weights)
+            drafter = recipe.build(drafter_class, base.shape, init_args)
+            losses = train_briefly(drafter, base, texts, steps, lr=1e-2, mask=answers)
         return drafter, losses
 
     return train

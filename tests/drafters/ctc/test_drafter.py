@@ -7,15 +7,9 @@ from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
-from tests.drafters.conftest import committed
+from tests.drafters.conftest import committed, ready
 
 S = 20
-
-
-@pytest.fixture
-def text():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
 
 
 def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
@@ -90,8 +84,7 @@ def test_a_rewound_window_fills_up_again(make_ctc, base_weights, reads_tokens):
     hidden, ids = torch.randn(300, 16), torch.randint(0, 23, (300,))
     drafter = make_ctc(window=5, tokens_in_context=reads_tokens)
     drafter.attach_base_weights(base_weights)
-    drafter.begin([])
-    drafter.observe(committed(hidden[:250]))
+    ready(drafter, hidden, ids, 250)
     drafter.propose(ids[:251].tolist(), Limits(9))
     drafter.rewind(251 - draft_cache.SLACK)
     at = torch.tensor([250 - draft_cache.SLACK, 199, 206])
@@ -122,9 +115,7 @@ def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_t
     proposed = []
     for each in (drafter, tables):
         each.attach_base_weights(base_weights)
-        each.begin([])
-        each.observe(committed(hidden[:6]))
-        tree = each.propose(ids[:7].tolist(), Limits(9, draft_seed=1))
+        tree = ready(each, hidden, ids, 6).propose(ids[:7].tolist(), Limits(9, draft_seed=1))
         proposed.append((tree.tokens, tree.parents, [each.probs.tolist() for each in tree.distributions]))
     assert proposed[0] == proposed[1] and len(proposed[0][0]) > 0
     assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}

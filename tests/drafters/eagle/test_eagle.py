@@ -3,28 +3,23 @@
 import pytest
 import torch
 
-from drafters import EAGLE, EAGLE3, DraftTree, recipe
+from drafters import EAGLE, EAGLE3, DraftTree
 from drafters.eagle.eagle3 import low_middle_high
 from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
-from tests.drafters.conftest import batch_for, committed, ready, text_for
+from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
 
-S, D, V = 20, 16, 23
+S, V = 20, 23
 both = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 
 @pytest.fixture
 def make(shape, base_weights):
-    """Build a float64 drafter with weights large enough that context matters; equal arguments give equal weights."""
+    """Build a random drafter in float64."""
 
     def make(kind, **arguments):
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            options = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12} | arguments
-            drafter = recipe.build(kind, shape, options).double()
-            for weight in drafter.parameters():
-                if weight.dim() == 2:
-                    torch.nn.init.normal_(weight, std=0.3)
+        options = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12} | arguments
+        drafter = random_drafter(kind, shape, options)
         drafter.attach_base_weights(base_weights)
         return drafter.eval()
 
@@ -33,7 +28,7 @@ def make(shape, base_weights):
 
 @pytest.fixture
 def base_weights(base_weights):
-    return type(base_weights)(base_weights.embedding.double(), base_weights.head.double())
+    return in_float64(base_weights)
 
 
 def distribution_after(drafter, base_weights, hidden, ids, anchor, path):

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, StepResult, TrainingBatch, recipe
+from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, TrainingBatch, recipe
 from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.protocol import UNLIMITED
-from drafters.tree import DraftTree
+from tests.drafters.conftest import committed, random_drafter
 
 V, D, S = 12, 8, 18
 SIZES = {"hidden_size": D, "num_layers": 2, "num_heads": 2, "head_dim": 4, "intermediate_size": 12}
@@ -33,14 +33,7 @@ def make(kind, shape=SHAPE, **arguments):
     options = {"draft_vocab_size": 5} | SMALL | arguments
     if kind is Block:
         del options["num_labels"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        drafter = recipe.build(kind, shape, options).double()
-        for weight in drafter.parameters():
-            if weight.dim() == 2:
-                torch.nn.init.normal_(weight, std=0.5)
-        if kind is CTC:
-            torch.nn.init.normal_(drafter.blank_row, std=0.5)
+    drafter = random_drafter(kind, shape, options, std=0.5)
     if drafter.draft_tokens is not None:
         drafter.draft_tokens.copy_(DRAFTED)
     return drafter.eval()
@@ -56,7 +49,7 @@ def texts(tokens, seed=3):
 def ready(drafter, weights, hidden):
     drafter.attach_base_weights(weights)
     drafter.begin([])
-    drafter.observe(StepResult(len(hidden), DraftTree(), hidden, [], [0]))
+    drafter.observe(committed(hidden))
     return drafter
 
 
@@ -84,17 +77,17 @@ def test_labels_end_before_the_first_that_cannot_be_drafted():
     assert spread.tolist() == [0, 0, 2, 0, 0, 0, 1, 0, 0, 3, 4]
 
 
-@pytest.mark.parametrize("wrong", [torch.tensor(5), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])], ids=["one", "floats"])
-def test_what_is_no_list_of_tokens_is_not_loaded(wrong):
-    drafter = make(CTC)
-    with pytest.raises(RuntimeError, match="draft_tokens is not a list of token ids"):
-        drafter.load_state_dict(drafter.state_dict() | {"draft_tokens": wrong})
+NO_LIST, NO_SET = "is not a list of token ids", "names tokens twice, or tokens outside the vocabulary of 12"
 
 
-@pytest.mark.parametrize("wrong", [[1, 4, 4, 8, 11], [1, 4, 5, 8, 12]], ids=["twice", "outside"])
-def test_a_wrong_vocabulary_is_not_loaded(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(5, NO_LIST), ([0.1, 0.2, 0.3, 0.4, 0.5], NO_LIST), ([1, 4, 4, 8, 11], NO_SET), ([1, 4, 5, 8, 12], NO_SET)],
+    ids=["one", "floats", "twice", "outside"],
+)
+def test_a_wrong_vocabulary_is_not_loaded(wrong, said):
     drafter = make(CTC)
-    with pytest.raises(RuntimeError, match="draft_tokens names tokens twice, or tokens outside the vocabulary of 12"):
+    with pytest.raises(RuntimeError, match=f"draft_tokens {said}"):
         drafter.load_state_dict(drafter.state_dict() | {"draft_tokens": torch.tensor(wrong)})
 
 

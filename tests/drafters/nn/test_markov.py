@@ -5,6 +5,7 @@ import torch
 
 from drafters import BaseWeights
 from drafters.nn.markov import BaseMarkov, Markov
+from tests.drafters.conftest import in_float64
 
 
 def test_training_starts_without_a_bias_and_can_learn_one():
@@ -32,7 +33,7 @@ def base_markov(shape):
 def test_the_factors_from_the_base_are_maps_of_its_normed_embedding_and_of_its_head(
     base_markov, shape, base_weights, has_blank
 ):
-    markov, wide = base_markov(has_blank), BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    markov, wide = base_markov(has_blank), in_float64(base_weights)
     tokens = torch.tensor([[3, 22], [0, 3]])
     left, right = markov.factors(tokens, wide)
     for place in ((0, 0), (0, 1), (1, 0), (1, 1)):

@@ -7,6 +7,7 @@ import pytest
 from drafters import Limits, Lookahead, NgramPool, StepResult
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
+from tests.drafters.training_free.oracles import PlainPool, held
 
 FAR = Limits(max_depth=100)
 PARAMETERS = [
@@ -30,20 +31,12 @@ class Literal:
 
     def begin(self, prompt):
         rng = random.Random(self.seed)
-        self.seq, self.pool = list(prompt), {}
+        self.seq, self.pool = list(prompt), PlainPool(self.G)
         self.win = [[rng.choice(prompt) for _ in range(self.W + self.N - 3)]] + [None] * (self.N - 2)
         self.fill = 0
         if self.pool_from_prompt:
             for i in range(len(prompt) - self.N + 1):
-                self.insert(prompt[i], prompt[i + 1 : i + self.N])
-
-    def insert(self, key, gram):
-        grams, gram = self.pool.setdefault(key, []), tuple(gram)
-        if gram in grams:
-            grams.remove(gram)
-        grams.append(gram)
-        if self.G and len(grams) > self.G:
-            grams.pop(0)
+                self.pool.insert(prompt[i], prompt[i + 1 : i + self.N])
 
     def step(self, end, eos=()):
         seq, win, N, W, fill = self.seq, self.win, self.N, self.W, self.fill
@@ -54,7 +47,7 @@ class Literal:
             visible = win[0][: i + 1] if fill == 0 else win[0][:i] + [win[level][i] for level in range(1, fill + 1)]
             inp.append(self.base.next(seq + visible))
         emitted = [first]
-        for gram in self.pool.get(root, []) if full else []:
+        for gram in self.pool.newest(root) if full else []:
             res = [self.base.next(seq + list(gram[: k + 1])) for k in range(N - 1)]
             gg = 0
             while gg < N - 1 - self.drop_last and gram[gg] == [first, *res][gg]:
@@ -64,9 +57,9 @@ class Literal:
         if full:
             assert len(win[0]) == W - 1
             assert all(len(win[level]) == W for level in range(1, N - 1))
-            self.insert(root, [win[level][0] for level in range(1, N - 1)] + [inp[0]])
+            self.pool.insert(root, [win[level][0] for level in range(1, N - 1)] + [inp[0]])
             for i in range(1, W):
-                self.insert(win[0][i - 1], [win[level][i] for level in range(1, N - 1)] + [inp[i]])
+                self.pool.insert(win[0][i - 1], [win[level][i] for level in range(1, N - 1)] + [inp[i]])
             win[0] = win[1][1:]
             for level in range(1, N - 2):
                 win[level] = win[level + 1]
@@ -84,7 +77,7 @@ class Literal:
         for token in emitted:
             seq.append(token)
             if self.pool_from_prompt and len(seq) >= N:
-                self.insert(seq[-N], seq[1 - N :])
+                self.pool.insert(seq[-N], seq[1 - N :])
         return emitted
 
 
@@ -130,7 +123,7 @@ def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arg
             drafter._read(session.seq)
             assert emitted == literal.step(end, eos)
             assert drafter._levels == [level for level in literal.win if level is not None]
-            assert {key: drafter.pool.newest(key) for key in range(8)} == {k: literal.pool.get(k, []) for k in range(8)}
+            assert held(drafter.pool, 8) == held(literal.pool, 8)
             assert len(emitted) <= drafter.level - drafter.drop_last
             gained += cost.accepted
     assert gained or drafter.window == 1

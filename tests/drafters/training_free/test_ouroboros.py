@@ -10,32 +10,16 @@ from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
+from tests.drafters.training_free.oracles import PlainPool, held
 
 NO_EOS = frozenset()
 VOCAB = 6
 
 
-class Book:
-    """A pool of phrases in plain lists."""
+class Book(PlainPool):
+    """A pool of phrases that counts what was learned."""
 
-    def __init__(self, most):
-        self.most, self.pages, self.learned, self.corrected = most, {}, 0, 0
-
-    def insert(self, key, phrase):
-        page = self.pages.setdefault(key, [])
-        if tuple(phrase) in page:
-            page.remove(tuple(phrase))
-        page.append(tuple(phrase))
-        if len(page) > self.most:
-            page.pop(0)
-
-    def newest(self, key, count):
-        return self.pages.get(key, [])[-count:]
-
-    def replace(self, key, phrases):
-        del self.pages[key][-len(phrases) :]
-        for phrase in phrases:
-            self.insert(key, phrase)
+    learned = corrected = 0
 
 
 def until_eos(tokens, eos):
@@ -69,7 +53,7 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
                     book.learned += 1
         else:
             hung = lengthen and draft and draft[-1] not in eos
-            phrases = book.newest(draft[-1], count) if hung else []
+            phrases = book.newest(draft[-1])[-count:] if hung else []
             decisions = []  # of each phrase: number of right tokens, the drafted tokens, the base's tokens instead
             for phrase in phrases:
                 fed = until_eos(list(phrase[: len(phrase) - drop])[: room - len(draft)], eos)
@@ -84,7 +68,7 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
                     better[-1] = tuple(says[: len(phrase)])
             if verify and phrases:
                 book.corrected += better != phrases
-                book.replace(draft[-1], better)
+                book.replace_newest(draft[-1], better)
         seq += emitted
         yield emitted
 
@@ -107,7 +91,7 @@ class PlainLookahead:
         win, root, model = self.win, text[-1], self.model
         full = len(win) == self.level - 1
         emitted = [model(text)]
-        for phrase in self.book.newest(root, 10**6) if full else []:
+        for phrase in list(self.book.newest(root)) if full else []:
             fed = until_eos(list(phrase)[:room], eos)
             says = [model(text + fed[:i]) for i in range(len(fed) + 1)]
             right = matching(fed, says)
@@ -141,10 +125,6 @@ def filled(most, level, texts, seed=0):
             pool.insert(phrase[0], phrase[1:])
             book.insert(phrase[0], phrase[1:])
     return pool, book
-
-
-def pages(pool):
-    return {key: pool.newest(key) for key in range(VOCAB) if pool.newest(key)}
 
 
 def decisions(tree, says):
@@ -208,7 +188,7 @@ def test_each_step_and_each_phrase_equal_those_of_the_paper(pseudo_runner, gamma
             expected = plain(base.next, draft.greedy, prompt, 60, book, gamma, count, level, eos, drop=drop)
             for (emitted, cost), wanted in zip(session.decode(prompt, 60, eos), expected, strict=True):
                 assert emitted == wanted
-                assert pages(pool) == {key: page for key, page in book.pages.items() if page}
+                assert held(pool, VOCAB) == held(book, VOCAB)
                 lengthened += cost.accepted > gamma
             assert session.seq[len(prompt) :] == base.greedy(prompt, 60, eos)
     assert lengthened, "some tails should be accepted"
@@ -232,7 +212,7 @@ def test_all_four_parts_together_equal_the_paper(pseudo_runner, gamma, count, le
             forwards = 0
             for (emitted, cost), wanted in zip(session.decode([start], 80, eos), expected, strict=True):
                 assert emitted == wanted
-                assert pages(pool) == book.pages
+                assert held(pool, VOCAB) == held(book, VOCAB)
                 forwards += cost.draft_forwards
                 assert forwards == plainly.forwards
                 lengthened += cost.accepted > gamma
@@ -251,7 +231,7 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
         expected = plain(base.next, draft.greedy, [4, 1], 80, book, 7, 3, 4, NO_EOS, lengthen, verify)
         for (emitted, cost), wanted in zip(session.decode([4, 1], 80), expected, strict=True):
             assert emitted == wanted
-            assert pages(pool) == book.pages
+            assert held(pool, VOCAB) == held(book, VOCAB)
             assert lengthen or cost.fed_candidates <= 7
         assert bool(book.learned) == verify
         assert bool(book.corrected) == (lengthen and verify)

@@ -5,36 +5,13 @@ import random
 import pytest
 
 from drafters import NgramPool
-
-
-class Lists:
-    """The published pools: a list for each key, remove and append, cut at the front."""
-
-    def __init__(self, most):
-        self.most, self.grams = most, {}
-
-    def insert(self, key, gram):
-        grams = self.grams.setdefault(key, [])
-        if gram in grams:
-            grams.remove(gram)
-        grams.append(gram)
-        if self.most:
-            del grams[: -self.most]
-
-    def replace_newest(self, key, grams):
-        held = self.grams.setdefault(key, [])
-        del held[max(0, len(held) - len(grams)) :]
-        for gram in grams:
-            self.insert(key, gram)
-
-    def keep_newest(self, count):
-        self.grams = {key: grams[max(0, len(grams) - count) :] for key, grams in self.grams.items()}
+from tests.drafters.training_free.oracles import PlainPool
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_pool_is_a_list_for_each_key_without_duplicates(most, seed):
-    rng, pool, lists = random.Random(seed), NgramPool(most), Lists(most)
+    rng, pool, lists = random.Random(seed), NgramPool(most), PlainPool(most)
 
     def gram():
         return (rng.randrange(2), rng.randrange(3))

@@ -7,6 +7,7 @@ import pytest
 from drafters import SelfDraft
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
+from tests.drafters.training_free.oracles import PlainCorpus, PlainPool, held
 
 PARAMETERS = [
     {},
@@ -18,32 +19,6 @@ PARAMETERS = [
     {"branch_len": 6, "text_ngrams": False},
     {"branch_len": 8, "gram": 2, "text_ngrams": False, "drop_last": True, "cache_size": 4},
 ]
-
-
-class CountingTable:
-    """The lookups of a corpus cache, from counts in plain loops."""
-
-    def __init__(self, text):
-        self.text, self.counted = text, {}
-
-    def counts(self, width, last):
-        """How often each gram of four follows these last tokens in the text."""
-        if last not in self.counted:
-            counts = self.counted[last] = {}
-            for i in range(len(self.text) - width - 3):
-                if tuple(self.text[i : i + width]) == last:
-                    gram = tuple(self.text[i + width : i + width + 4])
-                    counts[gram] = counts.get(gram, 0) + 1
-        return self.counted[last]
-
-    def retrieve(self, seq, most, known=()):
-        found = []
-        for width in (4, 3, 2, 1):
-            counts = self.counts(width, tuple(seq[-width:])) if len(seq) >= width else {}
-            for gram in sorted(counts, key=lambda gram: (-counts[gram], gram))[: most - len(found)]:
-                if gram not in found and gram not in known:
-                    found.append(gram)
-        return found
 
 
 class Literal:
@@ -65,21 +40,13 @@ class Literal:
         self.base, self.L, self.N, self.g = base, branch_len, num_branches, gram
         self.max_pad, self.cap = max_pad, cache_size
         self.text_ngrams, self.drop_last, self.seed, self.corpus = text_ngrams, drop_last, seed, corpus
-        self.cache, self.texts = {}, 0
-
-    def insert(self, key, gram):
-        grams = self.cache.setdefault(key, [])
-        if gram in grams:
-            grams.remove(gram)
-        grams.append(gram)
-        if len(grams) > self.cap:
-            grams.pop(0)
+        self.cache, self.texts = PlainPool(cache_size), 0
 
     def decode(self, prompt, length, eos=()):
         """Yield the branches, the candidates, the emitted tokens and the cache of each step."""
         L, N, base = self.L, self.N, self.base
         if self.texts and self.texts % 2 == 0:
-            self.cache = {key: grams[-2:] for key, grams in self.cache.items()}
+            self.cache.keep_newest(2)
         self.texts += 1
         rng, seq, learned = random.Random(self.seed), list(prompt), 0
         aux = []
@@ -101,7 +68,7 @@ class Literal:
             fits = len(seq) + max(len(branch) for branch in branches) <= base.context_length
             candidates = []
             if len(levels) == L - 2 or not fits:
-                candidates = list(self.cache.get(seq[-1], []))
+                candidates = list(self.cache.newest(seq[-1]))
                 if self.corpus:
                     quota = 2 if len(candidates) == self.cap else min(3, self.cap - len(candidates))
                     candidates += self.corpus.retrieve(seq, quota, candidates)
@@ -144,17 +111,17 @@ class Literal:
             for branch in branches[1:]:
                 k = level - (longest - len(branch))
                 if k >= 0:
-                    self.insert(branch[k], (*branch[k + 1 : k + g], argmax(branch[: k + g])))
+                    self.cache.insert(branch[k], (*branch[k + 1 : k + g], argmax(branch[: k + g])))
         first = max(0, learned - g) if self.text_ngrams else len(seq) - 1
         for i in range(first, len(seq)):
             if i + g < len(seq):
-                self.insert(seq[i], tuple(seq[i + 1 : i + 1 + g]))
+                self.cache.insert(seq[i], tuple(seq[i + 1 : i + 1 + g]))
             else:
                 own = seq[i + 1 :]
                 lent = branches[0][: g - 1 - len(own)]
-                self.insert(seq[i], (*own, *lent, argmax(lent)))
+                self.cache.insert(seq[i], (*own, *lent, argmax(lent)))
         for k in range(len(branches[0]) - g + 1):
-            self.insert(branches[0][k], (*branches[0][k + 1 : k + g], argmax(branches[0][: k + g])))
+            self.cache.insert(branches[0][k], (*branches[0][k + 1 : k + g], argmax(branches[0][: k + g])))
 
 
 class Watched(SelfDraft):
@@ -181,10 +148,6 @@ def spelled(tree):
     return [tuple(tree.path_tokens(node)) for node in range(tree.num_candidates)]
 
 
-def held(cache, vocab):
-    return {key: cache.newest(key) for key in range(vocab) if cache.newest(key)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
@@ -194,7 +157,7 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
     runner = pseudo_runner(seed, vocab, order=1 + seed % 2, context=60, noise=0.2)
     rng = random.Random(seed)
     eos = {vocab - 1} if seed % 2 else set()
-    corpus = CountingTable(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
+    corpus = PlainCorpus(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
     drafter, literal = Watched(**arguments, corpus=corpus), Literal(runner, **arguments, corpus=corpus)
     session, steps, hits = Session(runner, drafter), 0, 0
     texts = (1, 3, 17, 30, 8) * (
@@ -208,7 +171,7 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
             assert emitted == expected
             assert chains(drafter.tree) == branches
             assert sorted(spelled(drafter.tree)) == sorted(prefixes(drafts, eos))
-            assert held(drafter.cache, vocab) == {key: grams for key, grams in cache.items() if grams}
+            assert held(drafter.cache, vocab) == held(cache, vocab)
             steps += 1
             hits += len(emitted) > 1
         assert next(run, None) is None

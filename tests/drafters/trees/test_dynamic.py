@@ -8,6 +8,7 @@ import torch
 from drafters.tree import ROOT
 from drafters.trees import dynamic
 from drafters.trees.search import SearchLimits
+from tests.drafters.conftest import paths_of
 
 V = 4
 
@@ -45,10 +46,6 @@ class Walk:
         every = [path for length in range(1, depth + 1) for path in product(range(V), repeat=length)]
         every = [path for path in every if not set(path[:-1]) & set(eos)]
         return sorted(every, key=lambda path: -self.probability(root, path))[:count]
-
-
-def paths_of(tree):
-    return [tuple(tree.path_tokens(node)) for node in range(len(tree))]
 
 
 @pytest.mark.parametrize("eos", [(), (2,), (0, 3)])

@@ -9,26 +9,15 @@ import pytest
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.compare import ERROR_RATE, compare, differing_conditions, unpaired
 from inference.evaluate.metrics import summarise
-from inference.evaluate.plan import BenchmarkConditions, DrafterConditions, RunConditions
+from inference.evaluate.plan import BenchmarkConditions, DrafterConditions
 from inference.evaluate.results import EvaluationResults, Run, RunRecord
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier.session import Step
+from tests.inference.evaluate.conftest import CONDITIONS
 
 NUM_QUESTIONS, NUM_TOKENS, NUM_RUNS = 40, 120, 15
-CONDITIONS = RunConditions(
-    base="./base",
-    base_fingerprint="a1",
-    dtype="float32",
-    engine="drafters",
-    devices=["cpu"],
-    machine="a machine",
-    threads=1,
-    versions={},
-    template="tokenizer",
-    drafters={"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc=folder")},
-    benchmarks={"mt_bench": BenchmarkConditions("abc", 64)},
-)
-RUN = Run(CONDITIONS, RunRecord())
+DRAFTERS = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc=folder")}
+RUN = Run(replace(CONDITIONS, drafters=DRAFTERS, benchmarks={"mt_bench": BenchmarkConditions("abc", 64)}), RunRecord())
 
 
 def answer(drafter, question_id, emitted, rng, speed=1.0):

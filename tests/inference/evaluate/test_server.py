@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
 from inference.vllm.command import Launch
+from tests.conftest import Handler, serving
 from train.cli import run_drafters as main
 
 QUESTIONS = ["w5 w6 w7 w8", "w9 w9", "w10 w11 w12", "w20 w21 w22"]
@@ -43,7 +44,7 @@ process_start_time_seconds 1.7e9
 """
 
 
-class Engine(BaseHTTPRequestHandler):
+class Engine(Handler):
     """Decodes with a drafter, an event for each step, and counts its drafts as vLLM does."""
 
     protocol_version = "HTTP/1.1"
@@ -86,30 +87,17 @@ class Engine(BaseHTTPRequestHandler):
         return self.reply(200, body + "data: [DONE]\n\n", "text/event-stream")
 
     def reply(self, status, content, kind="application/json"):
-        self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(content.encode()))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content.encode())
-
-    def log_message(self, *given):
-        pass
+        super().reply(status, content.encode(), {"Content-Type": kind})
 
 
 @contextmanager
 def running(base, drafter="none", kind=""):
-    with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as own:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Engine)) as own:
         own.base, own.kind, own.lock, own.keys = base, kind, threading.Lock(), set()
         own.session = drafter_specs.make_session(drafter, Runner(base), Greedy())
         own.counts, own.num_asked, own.num_good = {"drafts": 0, "drafted": 0, "accepted": 0}, 0, 10**9
         own.url = f"http://127.0.0.1:{own.server_port}/v1"
-        thread = threading.Thread(target=own.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield own
-        finally:
-            own.shutdown()
-            thread.join()
+        yield own
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import sys
 import time
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from inference.verifier.options import SamplingOptions
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +162,8 @@ def test_training_reads_the_tokens_that_the_base_wrote(written, asked, tiny, tin
 @pytest.mark.slow
 def test_the_printed_share_of_round_trips_is_that_of_encoding_the_texts(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"
-    outcome = call(
-        *(run_drafters, "regenerate", "--base", tiny, "--files", asked, "--out", out, "--turns", "first", *QUICK)
-    )
-    assert outcome.code == 0, outcome.err
+    words = "regenerate", "--base", tiny, "--files", asked, "--out", out, "--turns", "first"
+    outcome = call(run_drafters, *words, *QUICK).succeeded()
     alike = []
     vocabulary = load_base(str(tiny)).tokenizer
     for row in map(json.loads, out.read_text().splitlines()):
@@ -276,8 +272,7 @@ def test_a_server_can_answer_and_its_cut_answers_get_no_eos(call, chat_server, t
     file.write_text(
         "".join(json.dumps({"messages": sum(map(ask, turns), [])}) + "\n" for turns in asked)  # noqa: RUF017
     )
-    outcome = served(call, chat_server, tiny, file, tmp_path / "out.jsonl")
-    assert outcome.code == 0, outcome.err
+    outcome = served(call, chat_server, tiny, file, tmp_path / "out.jsonl").succeeded()
     assert "4 of 5 conversations, 5 answers" in outcome.out and "1 answers cut short" in outcome.out
     assert "1 x the server refuses: HTTP 400" in outcome.out and "another chat template than --template?" in outcome.out
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -383,8 +378,7 @@ def test_a_server_is_told_how_to_sample_and_to_reason_and_its_reasoning_is_learn
     asked.write_text(json.dumps({"messages": [{"role": "user", "content": "one two"}]}) + "\n")
     switch = "on" if is_on else "off"
     options = ("--temperature", 0.7, "--top-p", 0.8, "--seed", 3, "--template", f"tokenizer:thinking={switch}")
-    done = served(call, chat_server, base, asked, out, *options)
-    assert done.code == 0, done.err
+    served(call, chat_server, base, asked, out, *options).succeeded()
     ((_, _, body),) = chat_server.seen
     assert (body["temperature"], body["top_p"]) == (0.7, 0.8) and 0 <= body["seed"] < 2**31
     assert body["chat_template_kwargs"] == {"enable_thinking": is_on}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Numbers of tokens for which packed weights are faster: one token in float32 is a matrix-vector product, and with many
-# tokens the cost of packing is small.
-PACKED_ROWS = {torch.float32: range(2, 257), torch.bfloat16: range(1, 257)}
+# Numbers of tokens from which on packed weights are faster: one token in float32 is a matrix-vector product.
+PACKED_FROM = {torch.float32: 2, torch.bfloat16: 1}
 MIN_PACKED_ELEMENTS = 2**20  # layers with fewer weights stay in the processor's cache, where packing costs little
 
 
@@ -22,7 +22,7 @@ def _has_packed_products(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Linear):
     """A linear layer of a CPU that multiplies few tokens by a packed copy of its weights, in float32 or bfloat16.
 
-    For a product of `PACKED_ROWS` tokens, the matrix library copies all weights into blocks that fit its registers,
+    For a product of `PACKED_FROM` tokens or more, the matrix library copies all weights into blocks that fit its registers,
     which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its weights
     with the given one. ``alone``, it has the packed weights only, for any number of tokens: half the memory, but they
     can be neither saved nor loaded.
@@ -57,8 +57,8 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
         dtype = self.weight.dtype
-        is_few = input.numel() // self.in_features in PACKED_ROWS.get(dtype, ()) and _has_packed_products(dtype)
-        if not (is_few or self.alone) or self.weight.device.type != "cpu":
+        is_packed = input.numel() // self.in_features >= PACKED_FROM.get(dtype, sys.maxsize)
+        if not (self.alone or (is_packed and _has_packed_products(dtype))) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
@@ -79,7 +79,7 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
     """
     weight = next(model.parameters())
     device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
-    if device != "cpu" or weight.dtype not in PACKED_ROWS:
+    if device != "cpu" or weight.dtype not in PACKED_FROM:
         raise ValueError(
             f"packed weights need float32 or bfloat16 on a CPU, and these are {dtype} on {device}: do not pack them"
         )

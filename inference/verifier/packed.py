@@ -22,10 +22,10 @@ def _has_packed_products(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Linear):
     """A linear layer of a CPU that multiplies few tokens by a packed copy of its weights, in float32 or bfloat16.
 
-    For a product of `PACKED_FROM` tokens or more, the matrix library copies all weights into blocks that fit its registers,
-    which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its weights
-    with the given one. ``alone``, it has the packed weights only, for any number of tokens: half the memory, but they
-    can be neither saved nor loaded.
+    For a product of `PACKED_FROM` tokens or more, the matrix library copies all weights into blocks that fit its
+    registers, which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its
+    weights with the given one. ``alone``, it has the packed weights only, for any number of tokens: half the memory,
+    but they can be neither saved nor loaded.
     """
 
     def __init__(self, linear: nn.Linear, at_first_use: bool = False, alone: bool = False) -> None:

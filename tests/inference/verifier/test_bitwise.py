@@ -123,6 +123,8 @@ def test_rows_of_the_shipped_base_are_equal(set_num_threads, dtype, num_threads)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_with_packed_weights_are_equal(monkeypatch, dtype):
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no products in bfloat16 for this CPU")
     monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 2**14)
     base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."), bitwise=True)
     assert pack_weights(base.model) > 10

@@ -95,10 +95,11 @@ def row_groups(
     sees_node[num_pending:] = tree.ancestor_mask()
     first = np.maximum(0, first_visible(positions))
     begins = np.where(first < ends, first // KEY_BLOCK * KEY_BLOCK, ends)
-    kinds = np.stack([begins, ends, first > begins])  # rows of one kind read the same keys, masked or not
+    is_masked = first > begins
     groups = []
-    for begin, end, is_masked in np.unique(kinds, axis=1).T.tolist():
-        alike = np.flatnonzero(((begin, end, is_masked) == kinds.T).all(1))
+    # Rows of one kind read the same keys, masked or not.
+    for begin, end, masked in dict.fromkeys(zip(begins.tolist(), ends.tolist(), is_masked.tolist(), strict=True)):
+        alike = np.flatnonzero((begins == begin) & (ends == end) & (is_masked == masked))
         num_before = min(root, int(positions[alike].max())) + 1 - end
         for rows in _branches(sees_node, alike, MAX_TAIL - num_before):
             nodes = np.flatnonzero(sees_node[rows].any(0))

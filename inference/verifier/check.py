@@ -253,7 +253,9 @@ def row_multiple(runner: Any) -> int | None:
                 known[state] = measure_row_multiple(runner)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a model whose layers do something else with the mask; each raises its own errors
+        except Exception as error:  # layers that do something else with the mask raise errors of many types
+            if runner.base.bitwise:
+                raise ValueError(f"{runner.base.name} has no bit-identical rows here ({cause_of(error)})") from error
             getLogger(__name__).debug("no bit-identical rows", exc_info=error)
             known[state] = None
     if known[state] is None and config._attn_implementation == EAGER:

@@ -39,7 +39,7 @@ def make_runner(base: Base, compile: bool = False) -> Runner:
     if not compile:
         return Runner(base)
     if base.bitwise:
-        raise ValueError("compiled steps have no bit-identical rows: leave out one of the two")
+        raise ValueError("compiled steps have no bit-identical rows: leave out --forward compiled or --bitwise true")
     if any(isinstance(module, PackedLinear) for module in base.model.modules()):
         raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
     return CompiledRunner(base)

@@ -1,9 +1,10 @@
-"""Time of a decoding step by the size of its draft tree, and of a compiled step beside the eager one."""
+"""Time of a decoding step by the size of its draft tree, beside a compiled one or one without bit-identical rows."""
 
 from __future__ import annotations
 
 import heapq
 import time
+from dataclasses import replace
 from itertools import product
 from statistics import median, quantiles
 from typing import Literal
@@ -21,7 +22,7 @@ from inference.verifier.runner import Runner
 CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
 NUM_WARMUP_STEPS = 3  # for each size
 VOCAB_SIZE = 32_000  # of random bases
-EAGER, COMPILED = "eager", "compiled"
+EAGER, COMPILED, ROUNDED = "eager", "compiled", "rounded"
 
 
 def steps(
@@ -31,6 +32,7 @@ def steps(
     nodes: list[int] = [0, 1, 2, 4, 8, 16, 32, 64],  # noqa: B006
     contexts: list[int] = [256],  # noqa: B006
     compiled: bool = False,
+    rounded: bool = False,
     repeats: int = 50,
     out: str | None = None,
 ) -> None:
@@ -43,6 +45,7 @@ def steps(
         nodes: Numbers of nodes, without the root.
         contexts: Numbers of cached tokens before the step.
         compiled: Also measure compiled steps, of at most 64 nodes, in turns with the eager ones.
+        rounded: Also measure steps without bit-identical rows.
         repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
         out: Markdown file to write the tables to.
     """
@@ -60,8 +63,9 @@ def steps(
         )
         if max(contexts) + max(nodes) + 1 > base.context_length:
             raise ValueError(f"the context of {name} ends at {base.context_length}: pass smaller --contexts or --nodes")
-        kinds = (EAGER, COMPILED) if compiled else (EAGER,)
-        runners = {kind: make_runner(base, compile=kind == COMPILED) for kind in kinds}
+        runners = {EAGER: make_runner(base)}
+        runners |= {COMPILED: make_runner(base, compile=True)} if compiled else {}
+        runners |= {ROUNDED: make_runner(replace(base, bitwise=False))} if rounded else {}
         trees = {count: bushy(count, base.model.config.vocab_size) for count in dict.fromkeys([0, *nodes])}
         for context in contexts:
             title = f"{base.name} ({num_millions(base)}), {dtype}, {torch_device.type}, context {context}"
@@ -75,12 +79,12 @@ def _measure(
     """Time the steps of all runners behind one context, and check that they compute the same."""
     seconds: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(runners, trees)}
     first_seconds, expected = {}, None
-    for runner in runners.values():
+    for kind, runner in runners.items():
         prefill(runner, context, max(trees) + 1)
         for count, tree in trees.items():
             started = time.perf_counter()
             root = runner.forward([1], tree, RequiredOutputs()).logits[0].float()
-            first_seconds[count] = time.perf_counter() - started  # in the end, of the compiled runner
+            first_seconds[kind, count] = time.perf_counter() - started
             runner.rollback()
             expected = root if expected is None else expected
             if base.model.dtype == torch.float32:
@@ -89,17 +93,17 @@ def _measure(
                 step_seconds(runner, tree, context)
     for _, _, (kind, count) in alternate(list(seconds), 1, repeats, title):
         seconds[kind, count].append(step_seconds(runners[kind], trees[count], context))
-    headings = ["nodes", "ms", "ratio", "IQR"]
-    headings += ["compiled ms", "eager / compiled", "first step s"] if COMPILED in runners else []
-    table = ResultTable(title, headings)
+    others = [kind for kind in runners if kind != EAGER]
+    headings = [heading for kind in others for heading in (f"{kind} ms", f"eager / {kind}", "first step s")]
+    table = ResultTable(title, ["nodes", "ms", "ratio", "IQR", *headings])
     for count in trees:
         eager = seconds[EAGER, count]
         low, _, high = quantiles(eager, n=4)
         cells = [str(count), f"{1e3 * median(eager):.3f}", _ratio(eager, seconds[EAGER, 0])]
         cells.append(f"{(high - low) / median(eager):.0%}")
-        if COMPILED in runners:
-            compiled = seconds[COMPILED, count]
-            cells += [f"{1e3 * median(compiled):.3f}", _ratio(eager, compiled), f"{first_seconds[count]:.1f}"]
+        for kind in others:
+            other = seconds[kind, count]
+            cells += [f"{1e3 * median(other):.3f}", _ratio(eager, other), f"{first_seconds[kind, count]:.1f}"]
         table.rows.append(cells)
     table.notes.append(
         f"{repeats} repeats, all arms alternate; medians. A step feeds the root and the nodes, and accepts none; ratio "

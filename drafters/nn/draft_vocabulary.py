@@ -42,10 +42,6 @@ class DraftVocabulary:
         can_draft = self.can_draft(labels)
         return torch.where(can_draft, self.columns[labels], 0), valid & can_draft.int().cumprod(-1).bool()
 
-    def tokens_at(self, columns: Tensor, root: Tensor) -> Tensor:
-        """The tokens of columns (...); column V' stands for the root, which may have none."""
-        return torch.where(columns < len(self), self.tokens[columns.clamp(max=len(self) - 1)], root)
-
     def spread(self, values: Tensor, fill: float) -> Tensor:
         """Values (..., V' + e) of the columns as values (..., V + e) of the base's tokens; the others get ``fill``.
 

@@ -8,7 +8,7 @@ import torch
 
 from drafters.nn.markov import Markov
 from drafters.trees import candidates as module
-from drafters.trees.candidates import choose, expected_frames
+from drafters.trees.candidates import Symbols, choose, expected_frames
 from drafters.trees.search import SearchLimits, search
 
 A, T, V = 3, 4, 9
@@ -76,9 +76,13 @@ def test_distributions_with_a_bias_are_the_same_under_autocast(logits, markov):
 
 
 @pytest.mark.parametrize("num_drafts", [1, 8, 33])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(markov, num_drafts, with_bias, monkeypatch):
-    monkeypatch.setattr(module, "NUM_FACTORS", 5 * 5 * (V + 1))  # of five drafts at once
+@pytest.mark.parametrize(("with_bias", "is_short"), [(False, False), (True, False), (True, True)])
+def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
+    markov, num_drafts, with_bias, is_short, monkeypatch
+):
+    if is_short:
+        monkeypatch.setattr(module, "NUM_LIKELY", 7)
+        monkeypatch.setattr(module, "NUM_LISTED", 5)
     generator = torch.Generator().manual_seed(num_drafts)
     logits = torch.randn(num_drafts, T, V + 1, generator=generator, dtype=torch.float64)
     roots, bias = torch.randint(V, (num_drafts,), generator=generator), markov if with_bias else None
@@ -89,6 +93,12 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(markov, num_
         assert (together.tokens[here] == alone.tokens).all()
         for part in (symbols, distributions)[: 1 + with_bias]:
             np.testing.assert_allclose(part(together)[here], part(alone), rtol=1e-12)
+
+
+def whole(logits, markov, roots, num_contexts=module.NUM_CONTEXTS):
+    """The expected frames of all tokens."""
+    symbols = Symbols(logits, torch.arange(V).expand(len(logits), -1), markov)
+    return expected_frames(symbols, roots, logits.shape[-1] > V, num_contexts)
 
 
 def frames_that_show(logits, root, markov):
@@ -110,18 +120,18 @@ def frames_that_show(logits, root, markov):
 def test_with_all_contexts_the_expected_frames_are_those_of_all_sequences(logits, markov, num_symbols):
     frames, narrow = logits[:2, :3, :num_symbols], Markov(V, 3, num_symbols).double().requires_grad_(False)
     narrow.left, narrow.right[:] = markov.left, markov.right[:num_symbols]
-    expected = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts=V)
+    expected = whole(frames, narrow, torch.tensor([5, 2]), V)
     for found, own, root in zip(expected, frames, (5, 2), strict=True):
         torch.testing.assert_close(found, frames_that_show(own, root, markov))
     for num_contexts in (1, 3):
-        fewer = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts)
+        fewer = whole(frames, narrow, torch.tensor([5, 2]), num_contexts)
         assert (fewer <= expected + 1e-12).all() and (fewer < expected).any()
 
 
 @pytest.mark.parametrize("num_candidates", [2, 5])
 def test_the_candidates_are_the_tokens_expected_in_most_frames(logits, markov, num_candidates):
     roots = torch.tensor([2, 7, 0])
-    every = expected_frames(logits, roots, V, markov)
+    every = whole(logits, markov, roots)
     found = choose(logits, roots, V, num_candidates, markov).tokens
     assert found.tolist() == every.argsort(descending=True)[:, :num_candidates].tolist()
 
@@ -130,7 +140,7 @@ def test_no_prefix_is_more_probable_than_its_last_token_is_expected(logits, mark
     """So whatever is more probable than the least expected candidate is made of candidates."""
     roots = torch.full((A,), 4)
     trees = search(choose(logits, roots, V, V, markov), SearchLimits(500, T))
-    for tree, expected in zip(trees, expected_frames(logits, roots, V, markov, num_contexts=V), strict=True):
+    for tree, expected in zip(trees, whole(logits, markov, roots, V), strict=True):
         assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, tree.probabilities, strict=True))
 
 
@@ -143,3 +153,33 @@ def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
     markov.right[3] = -1000.0
     (tree,) = search(choose(logits, torch.tensor([0]), V, 4, markov), SearchLimits(9, 2))
     assert len(tree) == 0
+
+
+@pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
+def test_a_short_list_counts_the_tokens_that_it_leaves_out_as_one_symbol_without_a_bias(
+    logits, markov, num_symbols, monkeypatch
+):
+    monkeypatch.setattr(module, "NUM_LIKELY", 5)
+    monkeypatch.setattr(module, "NUM_LISTED", 3)
+    roots = torch.tensor([2, 7, 0])
+    logits, markov.right = logits[..., :num_symbols], torch.nn.Parameter(markov.right[:num_symbols], requires_grad=False)
+    found = choose(logits, roots, V, 3, markov)
+    for tokens, root, own, shown in zip(found.tokens, roots, logits, distributions(found), strict=True):
+        before, columns = torch.cat([torch.tensor(tokens), root[None]]), [*tokens.tolist(), V][: 3 + (num_symbols > V)]
+        is_left_out = torch.ones(num_symbols, dtype=torch.bool)
+        is_left_out[columns] = False
+        raised = own.softmax(-1)[None] * torch.where(is_left_out, 0.0, markov(before)).exp()[:, None]  # (C + 1, T, W)
+        torch.testing.assert_close(shown, raised[..., columns] / raised.sum(-1, keepdim=True))
+
+
+def test_a_short_list_has_the_likely_tokens_and_the_likely_successors_of_the_root_and_of_these(monkeypatch):
+    monkeypatch.setattr(module, "NUM_LIKELY", 8)
+    monkeypatch.setattr(module, "NUM_BEFORE", 2)
+    monkeypatch.setattr(module, "NUM_LISTED", 4)
+    frames = torch.tensor([[[9.0, 8.0, 7.0, 6.0, 1.0, 1.0, 1.0, 1.0, -9.0, 0.0]]])
+    markov = Markov(V, V, V + 1).requires_grad_(False)
+    markov.left[:] = torch.eye(V)
+    for before, after in ((8, 5), (1, 6), (2, 7), (0, 8)):  # 2 is not likely enough to precede, nor 8 to follow
+        markov.right[after, before] = 50.0
+    listed = module.short_list(frames, torch.tensor([8]), torch.arange(V)[None], 4, markov)
+    assert set(listed.tokens[0].tolist()) == {5, 6, 0, 1}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import cause_of, short_hash
+from data.gguf import is_gguf, load_gguf, read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,6 +153,8 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
     """
     source, revision = split_revision(find_base(name))
+    if is_gguf(source):
+        return load_gguf(auto_class, Path(source), **options)
     options |= {"revision": revision} if revision else {}
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **options)
@@ -173,9 +176,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     is_hub_id = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not path.parent.is_dir()
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "tokenizer.json")):
         raise ValueError(f"{path} is a folder without config.json: pass a folder saved by save_pretrained")
-    if not path.is_dir() and (path.exists() or not is_hub_id):
+    if is_gguf(source):
+        read_header(path)  # its errors say what is wrong with the file
+    elif not path.is_dir() and (path.exists() or not is_hub_id):
         raise ValueError(
-            f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name)"
+            f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name), or a "
+            "file that ends in .gguf"
         )
     try:
         with cached_if_unreachable(split_revision(name)[0], "config.json") if is_hub_id else nullcontext():

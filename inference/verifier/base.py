@@ -11,10 +11,12 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.files import cause_of, check_files
+from data.gguf import end_tokens, is_gguf
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
@@ -180,8 +182,8 @@ def base_hash(base: Base) -> str:
     Further training changes the hash; another folder or another version of transformers does not.
     """
     shape = base.shape
-    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # not visible in the weights
-    digest = hashlib.sha256(repr(numbers).encode())
+    theta, eps = (float(str(np.float32(value))) for value in (shape.rope_theta, shape.norm_eps))  # as GGUF has them
+    digest = hashlib.sha256(repr((shape.num_heads, shape.head_dim, theta, eps)).encode())  # not visible in the weights
     for name, weight in base.model.named_parameters():
         flat = weight.detach().flatten()
         indices = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
@@ -237,6 +239,8 @@ def load_base(
             f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
             "they do not belong together"
         )
+    if is_gguf(name):
+        model.generation_config.eos_token_id = end_tokens(Path(name), tokenizer)
     eos = model.generation_config.eos_token_id
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")

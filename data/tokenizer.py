@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import cause_of, short_hash
-from data.gguf import is_gguf, load_gguf, read_header
+from data.gguf import check_gguf, is_gguf, load_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,7 +177,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "tokenizer.json")):
         raise ValueError(f"{path} is a folder without config.json: pass a folder saved by save_pretrained")
     if is_gguf(source):
-        read_header(path)  # its errors say what is wrong with the file
+        check_gguf(path)  # its errors say what is wrong with the file
     elif not path.is_dir() and (path.exists() or not is_hub_id):
         raise ValueError(
             f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name), or a "
@@ -188,7 +188,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             return load_pretrained(AutoTokenizer, name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
         place = f"no base {name} from the hub" if is_hub_id else f"cannot load the tokenizer of {name}"
-        remedy = "check the name, go online, or give a folder" if is_hub_id else "tokenizer.json must be in the folder"
+        remedy = "check the name, go online, or give a folder" if is_hub_id else "give a folder with tokenizer.json"
         raise ValueError(f"{place} ({cause_of(error)}): {remedy}") from error
 
 

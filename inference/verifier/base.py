@@ -231,16 +231,15 @@ def load_base(
     try:
         model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
     except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
-        raise ValueError(
-            f"cannot load the base {name}: {cause_of(error)}; if a file is damaged, copy or download it again"
-        ) from error
+        remedy = "give the folder of the base" if is_gguf(name) else "if a file is damaged, copy or download it again"
+        raise ValueError(f"cannot load the base {name}: {cause_of(error)}; {remedy}") from error
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
             "they do not belong together"
         )
     if is_gguf(name):
-        model.generation_config.eos_token_id = end_tokens(Path(name), tokenizer)
+        model.generation_config.eos_token_id = end_tokens(tokenizer)
     eos = model.generation_config.eos_token_id
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")

@@ -1,4 +1,4 @@
-"""Bases in GGUF: files written here with the package gguf, against the model and the tokenizer they were written from."""
+"""Bases in GGUF: files written here with the package gguf, against the model and tokenizer they were written from."""
 
 import json
 from copy import deepcopy
@@ -103,10 +103,9 @@ def test_a_base_in_gguf_saved_as_a_folder_has_the_same_hash_and_tokens(write, tm
     assert saved.tokenizer.chat_template == base.tokenizer.chat_template
 
 
-def test_answers_end_at_the_tokens_of_the_file_and_at_the_end_of_a_turn_in_its_template(write):
+def test_answers_end_at_the_end_of_sequence_and_at_the_end_of_a_turn_in_the_template(write):
     turns = "{% for message in messages %}{{ message['content'] + '<unk>\\n' }}{% endfor %}"
-    values = {"tokenizer.chat_template": turns, "tokenizer.ggml.eot_token_id": 7}
-    assert load_base(str(write(values=values))).eos == {0, 2, 7}
+    assert load_base(str(write(values={"tokenizer.chat_template": turns}))).eos == {0, 2}
 
 
 def test_a_command_decodes_with_a_base_in_gguf(write, capsys):
@@ -129,7 +128,7 @@ def test_what_cannot_be_read_of_gguf_is_refused_in_one_line(write, tmp_path, mon
     assert f"save {path} as a folder" in refusal(path, make_launch, None)
     for size in (20, 300, len(content) // 2, len(content) - 40):
         path.write_bytes(content[:size])
-        assert "is damaged or cut off: copy or download it again" in refusal(path)
+        assert "is damaged, cut off" in refusal(path)
     path.write_bytes(b"GGML" + content[4:])
     assert "is not a GGUF file" in refusal(path)
     assert "pass a folder" in refusal(tmp_path / "none.gguf")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr, suppress
 from functools import lru_cache
 from importlib.util import find_spec
@@ -55,10 +56,11 @@ def _content(path: Path, modified: int) -> Content:
         raise ValueError(f"{path} is damaged, cut off or has no tokenizer: copy or download it again") from error
 
 
-def load_gguf(auto_class: Any, path: Path, **options: Any) -> Any:
-    """Load a model with dequantised weights, a configuration or a tokenizer from a GGUF file with transformers.
+def load_gguf(load: Callable[..., Any], auto_class: Any, path: Path, **options: Any) -> Any:
+    """Load a model with dequantised weights, a configuration or a tokenizer from a GGUF file.
 
-    Raises ValueError if transformers would leave out weights or the scaling of positions, and errors of its own.
+    ``load`` is `data.tokenizer.load_pretrained`, called for an empty folder: in the file's own, transformers would read
+    a tokenizer and a chat template beside it. Raises ValueError if it leaves out weights or the scaling of positions.
     """
     import transformers
     from tokenizers import Tokenizer
@@ -71,9 +73,8 @@ def load_gguf(auto_class: Any, path: Path, **options: Any) -> Any:
     if auto_class is transformers.AutoTokenizer:  # it would read the whole file once more
         auto_class = transformers.PreTrainedTokenizerFast
     progress = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-    # In the file's own folder, transformers would read a tokenizer and a chat template beside it.
     with TemporaryDirectory() as empty, progress:
-        loaded = auto_class.from_pretrained(empty, gguf_file=str(path.resolve()), trust_remote_code=False, **options)
+        loaded = load(auto_class, empty, gguf_file=str(path.resolve()), **options)
     loaded.name_or_path = str(path)
     if isinstance(loaded, transformers.PreTrainedTokenizerFast):
         # Without the end of text of GPT-2, which transformers adds to a vocabulary that lacks it.

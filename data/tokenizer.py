@@ -154,7 +154,7 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     """
     source, revision = split_revision(find_base(name))
     if is_gguf(source):
-        return load_gguf(auto_class, Path(source), **options)
+        return load_gguf(load_pretrained, auto_class, Path(source), **options)
     options |= {"revision": revision} if revision else {}
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **options)

@@ -13,9 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Vocabularies of which each digit is a word for itself (llama.cpp, src/llama-vocab.cpp); transformers does not say so.
+DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 ANSWER = "\ue000"  # stands for an answer in a rendered chat template
 
 
@@ -24,7 +28,8 @@ class Content(NamedTuple):
 
     num_tokens: int
     num_weights: int
-    scaling: str  # of positions, as llama.cpp names it
+    scaling: str  # of positions, by llama.cpp's name
+    split: str  # how a text is split into words, by llama.cpp's name
 
 
 def is_gguf(name: str | Path) -> bool:
@@ -51,7 +56,8 @@ def _content(path: Path, modified: int) -> Content:
         texts = {name: bytes(field.parts[-1]).decode(errors="replace") for name, field in reader.fields.items()}
         num_tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
         scaling = texts.get(f"{texts['general.architecture']}.rope.scaling.type", "none")
-        return Content(num_tokens, sum(int(tensor.n_elements) for tensor in reader.tensors), scaling)
+        num_weights = sum(int(tensor.n_elements) for tensor in reader.tensors)
+        return Content(num_tokens, num_weights, scaling, texts.get("tokenizer.ggml.pre", ""))
     except Exception as error:  # the errors of numpy where a file ends too early
         raise ValueError(f"{path} is damaged, cut off or has no tokenizer: copy or download it again") from error
 
@@ -76,14 +82,21 @@ def load_gguf(load: Callable[..., Any], auto_class: Any, path: Path, **options: 
     with TemporaryDirectory() as empty, progress:
         loaded = load(auto_class, empty, gguf_file=str(path.resolve()), **options)
     loaded.name_or_path = str(path)
-    if isinstance(loaded, transformers.PreTrainedTokenizerFast):
-        # Without the end of text of GPT-2, which transformers adds to a vocabulary that lacks it.
+    if auto_class is transformers.PreTrainedTokenizerFast:
+        # Without the end of text of GPT-2, which transformers adds to a vocabulary that lacks it, and with `DIGITS`.
         saved = json.loads(loaded.backend_tokenizer.to_str())
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < content.num_tokens]
+        if content.split in DIGITS and (after := saved["pre_tokenizer"])["type"] == "ByteLevel":
+            digits = {"type": "Digits", "individual_digits": True}
+            saved["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, after]}
         loaded._tokenizer = Tokenizer.from_str(json.dumps(saved))
+        return loaded
+    config = loaded.config if is_model else loaded
+    config.name_or_path = str(path)
+    for name, value in [(name, value) for name, value in vars(config).items() if type(value) is float]:
+        setattr(config, name, float(str(np.float32(value))))  # 1e-05, where float32 has 9.999999747378752e-06
     if is_model:
-        loaded.config.name_or_path = str(path)
-        rope = getattr(loaded.config, "rope_parameters", None) or {}
+        rope = getattr(config, "rope_parameters", None) or {}
         if content.scaling != "none" and rope.get("rope_type", "default") == "default":
             raise ValueError(f"transformers leaves out how its positions are scaled ({content.scaling})")
         if (found := sum(weight.numel() for weight in loaded.parameters())) != content.num_weights:

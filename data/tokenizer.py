@@ -149,8 +149,8 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
     Every call of `from_pretrained` goes through here: where `trust_remote_code` is left out, transformers asks on
     standard input whether to run the code, and whatever is piped into the command answers. For what they cannot load,
-    transformers, the hub client and safetensors raise errors of many types. The name is a folder or a hub id, also with
-    ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
+    transformers, the hub client and safetensors raise errors of many types. The name is a folder, a GGUF file or a hub
+    id, also with ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
     """
     source, revision = split_revision(find_base(name))
     if is_gguf(source):

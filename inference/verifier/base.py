@@ -11,7 +11,6 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,8 +181,8 @@ def base_hash(base: Base) -> str:
     Further training changes the hash; another folder or another version of transformers does not.
     """
     shape = base.shape
-    theta, eps = (float(str(np.float32(value))) for value in (shape.rope_theta, shape.norm_eps))  # as GGUF has them
-    digest = hashlib.sha256(repr((shape.num_heads, shape.head_dim, theta, eps)).encode())  # not visible in the weights
+    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # not visible in the weights
+    digest = hashlib.sha256(repr(numbers).encode())
     for name, weight in base.model.named_parameters():
         flat = weight.detach().flatten()
         indices = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
@@ -201,10 +200,11 @@ def load_base(
     prefill_chunk: int = PREFILL_CHUNK,
     bitwise: bool | None = None,
 ) -> Base:
-    """Load a frozen base from a local folder or a hub id.
+    """Load a frozen base from a local folder, a hub id or a GGUF file.
 
     Args:
-        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep;
+            or a GGUF file, see `data.gguf`.
         dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
             (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
         device: Device to load the base to.

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from data.tokenizer import load_tokenizer, tokenizer_hash
-from inference.verifier.base import base_hash, load_base, load_base_info
+from inference.verifier.base import Base, base_hash, load_base, load_base_info
 from inference.vllm.command import make_launch
 from train.cli import run_drafters
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-TEXTS = "Hello, world!", "  x = 1234 / 5.6\n\ndef f(n):", "naïve 日本 😀", "<s>USER: a</s> b"
+TEXTS = "Hello, world!", "  x = 1234 / 5.6\n\n  3. def f(n):\n\n1", "naïve 日本 😀", "<s>USER: a</s> b"
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,7 @@ def write(model, tokenizer, tmp_path):
         written = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
         words = {
             "model": "gpt2",
+            "pre": "smollm",
             "tokens": list(written["vocab"]),
             "token_type": [3 if token in tokenizer.all_special_ids else 1 for token in range(len(tokenizer))],
             "merges": [" ".join(pair) for pair in written["merges"]],
@@ -84,13 +85,12 @@ def test_a_base_in_gguf_is_the_model_and_the_tokenizer_that_were_written(write, 
     (tmp_path / "chat_template.jinja").write_text("other")
     base, ids = load_base(str(path)), torch.arange(5, 25)[None]
     assert torch.equal(base.model(ids).logits, model(ids).logits)
-    assert base_hash(base) == base_hash(type(base)("written", model, tokenizer))
+    assert base_hash(base) == base_hash(written := Base("written", model, tokenizer)) and base.shape == written.shape
     assert [base.tokenizer(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
     assert base.tokenizer.chat_template == tokenizer.chat_template
     assert tokenizer_hash(base.tokenizer) == tokenizer_hash(tokenizer)
     assert (base.eos, base.context_length, base.name) == ({2}, 256, str(path))
-    info = load_base_info(str(path))
-    assert (info.shape, tokenizer_hash(info.tokenizer)) == (base.shape, tokenizer_hash(tokenizer))
+    assert load_base_info(str(path)).shape == written.shape
 
 
 def test_a_base_in_gguf_saved_as_a_folder_has_the_same_hash_and_tokens(write, tmp_path):

@@ -11,6 +11,7 @@ from inference.verifier.base import Base, base_hash, load_base, load_base_info
 from inference.vllm.command import make_launch
 from train.cli import run_drafters
 
+pytestmark = pytest.mark.slow
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 TEXTS = "Hello, world!", "  x = 1234 / 5.6\n\n  3. def f(n):\n\n1", "naïve 日本 😀", "<s>USER: a</s> b"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files import cause_of, short_hash
+from data.gguf import check_gguf, is_gguf, load_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,10 +149,12 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
     Every call of `from_pretrained` goes through here: where `trust_remote_code` is left out, transformers asks on
     standard input whether to run the code, and whatever is piped into the command answers. For what they cannot load,
-    transformers, the hub client and safetensors raise errors of many types. The name is a folder or a hub id, also with
-    ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
+    transformers, the hub client and safetensors raise errors of many types. The name is a folder, a GGUF file or a hub
+    id, also with ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
     """
     source, revision = split_revision(find_base(name))
+    if is_gguf(source):
+        return load_gguf(load_pretrained, auto_class, Path(source), **options)
     options |= {"revision": revision} if revision else {}
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **options)
@@ -173,16 +176,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     is_hub_id = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not path.parent.is_dir()
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "tokenizer.json")):
         raise ValueError(f"{path} is a folder without config.json: pass a folder saved by save_pretrained")
-    if not path.is_dir() and (path.exists() or not is_hub_id):
+    if is_gguf(source):
+        check_gguf(path)  # its errors say what is wrong with the file
+    elif not path.is_dir() and (path.exists() or not is_hub_id):
         raise ValueError(
-            f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name)"
+            f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name), or a "
+            "file that ends in .gguf"
         )
     try:
         with cached_if_unreachable(split_revision(name)[0], "config.json") if is_hub_id else nullcontext():
             return load_pretrained(AutoTokenizer, name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
         place = f"no base {name} from the hub" if is_hub_id else f"cannot load the tokenizer of {name}"
-        remedy = "check the name, go online, or give a folder" if is_hub_id else "tokenizer.json must be in the folder"
+        remedy = "check the name, go online, or give a folder" if is_hub_id else "give a folder with tokenizer.json"
         raise ValueError(f"{place} ({cause_of(error)}): {remedy}") from error
 
 

@@ -32,7 +32,8 @@ class DrafterTraining(L.LightningModule):
     length.
 
     Args:
-        base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub.
+        base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub, or a
+            GGUF file.
         drafter: The drafter to train: class_path and init_args.
         initial_drafter: Folder of an exported or imported drafter, or ``OWNER/NAME@REVISION`` on the hub, whose weights
             the training starts from; by default from fresh ones. `drafter` must describe the same drafter, but its

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.files import cause_of, check_files
+from data.gguf import end_tokens, is_gguf
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
@@ -199,10 +200,11 @@ def load_base(
     prefill_chunk: int = PREFILL_CHUNK,
     bitwise: bool | None = None,
 ) -> Base:
-    """Load a frozen base from a local folder or a hub id.
+    """Load a frozen base from a local folder, a hub id or a GGUF file.
 
     Args:
-        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep;
+            or a GGUF file, see `data.gguf`.
         dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
             (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
         device: Device to load the base to.
@@ -229,14 +231,15 @@ def load_base(
     try:
         model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
     except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
-        raise ValueError(
-            f"cannot load the base {name}: {cause_of(error)}; if a file is damaged, copy or download it again"
-        ) from error
+        remedy = "give the folder of the base" if is_gguf(name) else "if a file is damaged, copy or download it again"
+        raise ValueError(f"cannot load the base {name}: {cause_of(error)}; {remedy}") from error
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
             "they do not belong together"
         )
+    if is_gguf(name):
+        model.generation_config.eos_token_id = end_tokens(tokenizer)
     eos = model.generation_config.eos_token_id
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")

@@ -19,8 +19,8 @@ class ModelOptions:
     """The base that a command loads.
 
     Args:
-        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub. By default a tiny
-            one that the package contains.
+        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub, or a GGUF file. By
+            default a tiny one that the package contains.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
         forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from data.gguf import is_gguf
 from data.tokenizer import find_base, split_revision
 from drafters import checkpoint
 from drafters.checks import check_at_least
@@ -128,7 +129,9 @@ def installed_vllm() -> tuple[str, str]:
 
 
 def _read_base(name: str) -> BaseConfig:
-    """Read a base's tokenizer and configuration; raises ValueError if there is no base of this name."""
+    """Read a base's tokenizer and configuration; raises ValueError if there is no base of this name, or in GGUF."""
+    if is_gguf(name):
+        raise ValueError(f"vLLM serves no GGUF files here: save {name} as a folder (docs/bases.md) and serve that")
     return replace(load_base_info(name), name=find_base(name))
 
 

@@ -239,9 +239,3 @@ def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(ValueError, match=r"Connection refused.*go online"):
         tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
-
-
-def test_a_local_folder_of_that_name_comes_first(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ada" / "drafter@main").mkdir(parents=True)
-    assert tokenizer.find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []

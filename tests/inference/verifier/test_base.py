@@ -43,16 +43,11 @@ def test_a_saved_base_loads_frozen_and_gives_the_same_logits(whole, make_base):
     assert load_base(str(whole), "bfloat16").model.dtype == torch.bfloat16
 
 
-def test_a_place_without_a_model_says_what_to_pass(tmp_path):
+def test_a_place_without_a_model_says_what_to_pass(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
-    for name in (
-        tmp_path / "nowhere",
-        tmp_path / "model.safetensors",
-        "nowhere",
-        "./nowhere/at/all",
-        "a/b/c",
-        "~/none",
-    ):
+    monkeypatch.chdir(tmp_path.parent)  # where a name of two parts may be a folder's
+    mistaken = tmp_path / "nowhere", tmp_path / "model.safetensors", f"{tmp_path.name}/none", tmp_path / "none.gguf"
+    for name in (*mistaken, "nowhere", "./nowhere/at/all", "a/b/c", "~/none"):
         for load in (load_base, load_tokenizer):
             assert "pass a folder with config.json and model.safetensors, or a hub id" in refusal(name, load)
     assert "pass a folder saved by save_pretrained" in refusal(tmp_path)

@@ -63,15 +63,6 @@ def test_the_smallest_and_largest_draws_pick_tokens_with_probability_above_zero(
     assert sampler.pick(logits, [1, 2]).tolist() == ([1, 0] if draw == 0 else [2, 0])
 
 
-@pytest.mark.slow
-def test_draws_of_many_positions_follow_the_distribution():
-    distribution = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    picks = KeyedSampler(seed=3).pick(distribution.log().expand(4000, -1), range(4000))
-    expected = distribution * 4000
-    chi_square = ((picks.bincount(minlength=4) - expected) ** 2 / expected).sum()
-    assert chi_square < 16.3  # one in a thousand, three degrees of freedom
-
-
 def test_draws_of_neighbouring_positions_are_independent():
     picks = KeyedSampler(seed=5).pick(torch.zeros(4001, 2), range(4001))
     pairs = (2 * picks[:-1] + picks[1:]).bincount(minlength=4)

@@ -209,6 +209,7 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), ChatHandler)
         self.seen, self.tries, self.open, self.most_open = [], Counter(), 0, 0
+        self.encode = None  # makes of an answer the token ids that are reported
 
     @property
     def url(self):
@@ -260,6 +261,8 @@ class ChatHandler(Handler):
             return self.connection.close()
         if asked == "babble":
             return self.reply(200, b'{"choices": []}')
+        if asked == "strict" and "return_token_ids" in body:
+            return self.reply(422, b"{}")
         words = asked.split()[::-1]
         kept = words[: body["max_tokens"]]
         message = {"role": "assistant", "content": " ".join(kept)}
@@ -269,6 +272,8 @@ class ChatHandler(Handler):
             "message": message,
             "finish_reason": "stop" if kept == words else "length",
         }
+        if body.get("return_token_ids") and self.server.encode:
+            choice["token_ids"] = self.server.encode(message["content"])
         usage = {"prompt_tokens": len(words), "completion_tokens": len(kept)}
         return self.reply(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 

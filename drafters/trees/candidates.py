@@ -69,7 +69,7 @@ def choose(
         columns = pad(best, (0, has_blank), value=tokens.shape[1])
         chosen = tokens.gather(1, best)
         parts = [chosen, _at(probs, columns)]
-        if bias is not None:  # softmax(z + B) is softmax(z) * exp(B), normalised again: no (C + 1, T, C) table is needed
+        if bias is not None:  # softmax(z + B) is softmax(z) * exp(B), normalised again
             factors = bias(torch.cat([chosen, roots[:, None]], 1)).softmax(-1)  # (A, C + 1, W), rows up to a constant
             sums = factors.to(probs.dtype) @ probs.mT  # (A, C + 1, T)
             parts += [_at(factors, columns), sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()]

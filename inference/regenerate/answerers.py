@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,6 +86,7 @@ class ServerReply:
     num_read: int | None = None  # tokens of the prompt, if the server reports them
     num_written: int | None = None  # tokens of the answer, if the server reports them
     reasoning: str = ""  # before the answer, if the server reports it apart from the text
+    tokens: list[int] | None = None  # of the answer, its EOS token included, if the server reports them
     refused: str = ""
     is_failing: bool = False  # whether it is the server's own fault that it refuses
 
@@ -120,6 +123,7 @@ class ServerAnswerer:
         self.url, self.model = f"{url.rstrip('/').removesuffix('/chat/completions').removesuffix('/v1')}/v1", model
         self.max_length, self.concurrency = max_length, concurrency
         self.template_arguments = dict(template_arguments or {})
+        self._token_ids = {"return_token_ids": True}  # an extension of vLLM; empty once the server has refused it
         self._client = openai.OpenAI(
             base_url=self.url,
             api_key="unused",  # each request carries the key from the environment, or none
@@ -165,18 +169,20 @@ class ServerAnswerer:
         extra |= {"top_k": sampling.top_k} if sampling.top_k else {}  # as is the next one, an extension of vLLM
         extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
         messages: Any = [{"role": role, "content": text} for role, text in request.messages]
-        headers = _authorization()
+        create = partial(
+            self._client.chat.completions.create,
+            model=self.model,
+            messages=messages,
+            temperature=sampling.temperature,
+            max_tokens=request.max_new_tokens,
+            extra_headers=_authorization(),
+        )
         try:
-            return _read_reply(
-                self._client.chat.completions.create(
-                    model=self.model,
-                    messages=messages,
-                    temperature=sampling.temperature,
-                    max_tokens=request.max_new_tokens,
-                    extra_headers=headers,
-                    extra_body=extra,
-                )
-            )
+            with suppress(openai.BadRequestError, openai.UnprocessableEntityError):
+                return _read_reply(create(extra_body=extra | self._token_ids))
+            reply = _read_reply(create(extra_body=extra))
+            self._token_ids = {}
+            return reply
         except (openai.APIStatusError, openai.APIConnectionError) as error:
             return self._explain(error)
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # the client does not check what it reads
@@ -209,6 +215,9 @@ class ServerAnswerer:
         if reply["refused"]:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
+        if reply["tokens"] and not reply["reasoning"]:
+            ends = frozenset(dialogue.tokenizer.all_special_ids)
+            return dialogue.add_tokens(prompt, reply["tokens"], ends, counts)
         return dialogue.add_text(reply["text"], reply["is_cut"], reply["num_written"], counts, reply["reasoning"])
 
 
@@ -225,7 +234,8 @@ def _read_reply(completion: Any) -> ServerReply:
     num_read, num_written = (
         validated(int | None, getattr(usage, f"{kind}_tokens", None)) for kind in ("prompt", "completion")
     )
-    return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning)
+    tokens = validated(list[int] | None, getattr(choice, "token_ids", None))
+    return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning, tokens)
 
 
 def _authorization() -> Mapping[str, str | openai.Omit]:

@@ -162,7 +162,8 @@ def test_a_short_list_counts_the_tokens_that_it_leaves_out_as_one_symbol_without
     monkeypatch.setattr(module, "NUM_LIKELY", 5)
     monkeypatch.setattr(module, "NUM_LISTED", 3)
     roots = torch.tensor([2, 7, 0])
-    logits, markov.right = logits[..., :num_symbols], torch.nn.Parameter(markov.right[:num_symbols], requires_grad=False)
+    logits = logits[..., :num_symbols]
+    markov.right = torch.nn.Parameter(markov.right[:num_symbols], requires_grad=False)
     found = choose(logits, roots, V, 3, markov)
     for tokens, root, own, shown in zip(found.tokens, roots, logits, distributions(found), strict=True):
         before, columns = torch.cat([torch.tensor(tokens), root[None]]), [*tokens.tolist(), V][: 3 + (num_symbols > V)]

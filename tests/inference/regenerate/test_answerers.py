@@ -28,7 +28,14 @@ def test_an_answer_reports_its_token_counts_and_whether_it_was_cut(chat, chat_se
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one two three"}],
         "temperature": 0,
         "max_tokens": 2,
+        "return_token_ids": True,
     }
+
+
+def test_a_server_that_does_not_know_token_ids_is_asked_for_them_only_once(chat_server):
+    answerer = ServerAnswerer(chat_server.url, "m")
+    assert [answerer.ask(Request([("user", "strict")], [], 3)).text for _ in range(2)] == ["strict", "strict"]
+    assert ["return_token_ids" in body for *_, body in chat_server.seen] == [True, False, False]
 
 
 def test_the_key_is_sent_but_not_stored_and_an_invalid_one_not_quoted(chat_server, monkeypatch):
@@ -52,7 +59,7 @@ def test_the_address_may_be_written_in_four_ways_and_a_busy_server_is_asked_agai
         assert chat_server.tries[text] == 4
 
 
-@pytest.mark.parametrize(("code", "num_tries"), [(400, 1), (422, 1), (500, 6)])
+@pytest.mark.parametrize(("code", "num_tries"), [(400, 2), (422, 2), (500, 6)])
 def test_a_request_that_cannot_be_answered_is_refused_by_itself(chat, chat_server, code, num_tries):
     reply = chat(f"fail {code} 99")
     assert reply.refused.startswith(f"HTTP {code}") and reply.is_failing == (code == 500)

@@ -296,6 +296,25 @@ def ask(text):
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "-"}]
 
 
+def test_training_reads_the_tokens_that_a_server_reports(call, chat_server, tiny, tiny_base, tmp_path):
+    """Its tokens may be others than those that encode the text, and have no EOS where the answer is cut off."""
+    encode, eos = tiny_base.tokenizer, tiny_base.tokenizer.eos_token_id
+
+    def letter_by_letter(text):
+        ids = sum((encode(letter, add_special_tokens=False).input_ids for letter in text), [])  # noqa: RUF017
+        return ids if text.startswith("far") else [*ids, eos]
+
+    chat_server.encode = letter_by_letter
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"messages": ask(text)}) + "\n" for text in ("one two", "far " * 20)))
+    served(call, chat_server, tiny, file, tmp_path / "out.jsonl").succeeded()
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row, text in zip(rows, ("two one", " ".join(["far"] * MAX_NEW_TOKENS)), strict=True):
+        answer = letter_by_letter(text)
+        assert row["input_ids"][-len(answer) :] == answer and sum(row["loss_mask"]) == len(answer)
+    assert [row["cut"] for row in rows] == [[False], [True]]
+
+
 @pytest.mark.slow
 def test_a_server_that_fails_at_everything_stops_the_run_which_can_be_continued(call, chat_server, tiny, tmp_path):
     file, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"

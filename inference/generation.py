@@ -211,7 +211,7 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    kind = compile, base.wants_bitwise and not compile
+    kind = compile, bool(base.bitwise) if compile else base.wants_bitwise
     runner = pool.pop(kind, None)
     is_refused = runner and base.bitwise and runner.row_multiple is None
     if not runner or runner.state != model_state(model) or (base.check and not runner.base.check) or is_refused:

@@ -195,6 +195,8 @@ class PseudoRunner:
         assert all(node < tree.num_candidates for node in path)
         self.text += pending + (tree.path_tokens(path[-1]) if path else [])
 
+    max_rows = 2**31
+
     def prepare(self, length):
         return self.context_length
 

@@ -31,8 +31,7 @@ NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes,
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
 VECTORS = 32  # values that torch's elementwise functions compute at once, in float32 with AVX-512
-MULTIPLES = (4, 8, 16, 32)  # numbers of rows that `row_multiple` tries; fewer differ too rarely to be told by few rows
-PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # and the trees and chains that it tries them with,
+PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # the trees and chains that `row_multiple` tries,
 CUTS = 4, 12, 24, 28, 48, 56, 76  # and where it cuts the text
 # Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
 # limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
@@ -137,7 +136,7 @@ def _lengths(runner: Any) -> Iterator[int]:
 def _check_text(runner: Any, length: int) -> None:
     """Compare the logits behind a text of this length, and of a draft tree below its last token."""
     base = runner.base
-    tokens = _tokens(base.model.config, length + 2 * NUM_AFTER)
+    tokens = usual_tokens(base.model.config, length + 2 * NUM_AFTER)
     text, first, second = tokens[:length], tokens[length : length + NUM_AFTER], tokens[length + NUM_AFTER :]
     own = _own_logits(base, [text + first, text + second])
     cut, root = length - NUM_AFTER, text[-1:]
@@ -209,7 +208,7 @@ def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
         return runner.forward_at([*text, far], positions, 5)[:4]
 
 
-def _tokens(config: PretrainedConfig, count: int) -> list[int]:
+def usual_tokens(config: PretrainedConfig, count: int) -> list[int]:
     """Return token ids, spread over the vocabulary, that are not special; neighbours differ."""
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "mask_token_id")
     special: set[int] = set()
@@ -246,7 +245,8 @@ def row_multiple(runner: Any) -> int | None:
         return None  # an expert multiplies few rows, however many are fed
     if config._attn_implementation == "eager" and getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = EAGER
-    known, state = model.__dict__.setdefault("_drafters_row_multiples", {}), model_state(model)
+    known = model.__dict__.setdefault("_drafters_row_multiples", {})
+    state = model_state(model), runner.multiples
     if state not in known:
         try:
             with _without_dropout(model):
@@ -276,7 +276,7 @@ def measure_row_multiple(runner: Any) -> int | None:
     trees = [tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
     trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in CHAINS]
     try:
-        for multiple in MULTIPLES:
+        for multiple in runner.multiples:
             runner.row_multiple = multiple
             # The last values of an activation are computed without vectors, which may round differently, but rarely.
             fills_vectors = multiple * getattr(runner.base.config, "intermediate_size", 0) % VECTORS == 0
@@ -290,14 +290,16 @@ def measure_row_multiple(runner: Any) -> int | None:
 
 def _rows_agree(runner: Any, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]]) -> bool:
     """Whether each node of the trees that is in the text, and the root, has the logits of decoding token by token."""
-    root, last_states = len(text) - PATH_LENGTH - 1, RequiredOutputs((runner.base.config.num_hidden_layers,))
+    root = len(text) - PATH_LENGTH - 1
+    required_outputs = RequiredOutputs((runner.base.config.num_hidden_layers,)) if runner.compares_states else NOTHING
 
     def read(*pieces: Sequence[int]) -> Tensor:
-        """Read a text from its beginning, and return the last states (S, D) of all its tokens."""
+        """Read a text from its beginning, and return the last states of all tokens, or the logits of each piece."""
         runner.reset()
         states = []
         for piece in pieces:
-            states.append(runner.forward(piece, DraftTree(), last_states).hidden)
+            output = runner.forward(piece, DraftTree(), required_outputs)
+            states.append(output.logits if output.hidden is None else output.hidden)
             runner.commit([])
         return torch.cat(states)
 
@@ -307,7 +309,7 @@ def _rows_agree(runner: Any, text: Sequence[int], trees: Sequence[tuple[DraftTre
         single.append(runner.forward([token], DraftTree(), NOTHING).logits[0])
         runner.commit([])
     cuts = [0, *(cut for cut in CUTS if cut < root), root]  # the last row of a piece may round differently
-    if not torch.equal(read(*(text[start:end] for start, end in pairwise(cuts))), whole):
+    if not torch.equal(read(*(text[start:end] for start, end in pairwise(cuts)))[-len(whole) :], whole):
         return False
     for tree, nodes in trees:
         logits = runner.forward(text[root : root + 1], tree, NOTHING).logits[[0, *(1 + node for node in nodes)]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from data.files import cause_of
-from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference.verifier.attention import Fed, first_visible, visible_rows
+from inference.verifier.attention import Fed, first_visible, longrope_border, visible_rows
 from inference.verifier.base import Base
+from inference.verifier.bitwise import BLOCK, LOWEST, MAX_DEPTH, TAIL, StepKeys, tail_places
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import NOTHING, difference, rounding_limits
-from inference.verifier.layers import run_base
+from inference.verifier.check import difference, rounding_limits, row_multiple, usual_tokens
+from inference.verifier.layers import PLAIN_MODEL_TYPES, run_base
 from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import ForwardOutput, Runner
 
 BACKEND = "inductor"
 SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
 NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
+BITWISE_ROWS = (8, 20, 68)  # the same of bit-identical rows, rounded up to a multiple; no step has more rows
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
 
 
@@ -38,8 +39,6 @@ def make_runner(base: Base, compile: bool = False) -> Runner:
     """
     if not compile:
         return Runner(base)
-    if base.bitwise:
-        raise ValueError("compiled steps have no bit-identical rows: leave out --forward compiled or --bitwise true")
     if any(isinstance(module, PackedLinear) for module in base.model.modules()):
         raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
     return CompiledRunner(base)
@@ -52,33 +51,65 @@ class CompiledRunner(Runner):
     occurs is compiled at its first use, which takes seconds, and once more for each set of hidden layers that drafters
     require. Its first result is compared with that of the eager forward.
 
+    Rows are bit-identical if the base asks for it: then prompts are read by compiled steps, too, and trees have at most
+    64 nodes or so. Each new graph must give the very bits of one that was there before it. Where a step of few rows
+    gives other bits than one of many, all steps have as many.
+
     Raises:
         ValueError: As `Runner`; or the base cannot be compiled as one graph. Where only the hidden states of a drafter
             cannot, `forward` raises it.
     """
 
-    def __init__(self, base: Base) -> None:
-        super().__init__(replace(base, bitwise=False))
-        self._cache = self.cache = FixedCache(self.causal_lm.config.num_hidden_layers, SHORTEST)
-        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
-        super().forward([0], DraftTree(), NOTHING)  # allocates the cache
-        self.reset()
-        self.forward([0], DraftTree(), NOTHING)
-        self.reset()
+    multiples = 4, 96  # the second makes all of `BITWISE_ROWS` the same
+    compares_states = False  # which would be further graphs
 
     @torch.inference_mode()
-    def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
-        place = bisect_left(NUM_ROWS, len(pending) + len(tree))
-        if place == len(NUM_ROWS):
-            return super().forward(pending, tree, required_outputs)
-        num_rows, layers = NUM_ROWS[place], required_outputs.hidden_layers
-        self._num_pending = len(pending)
-        if self.cached + num_rows > self.cache.capacity:
-            self.cache.grow(self.cached + num_rows, *self.cache.views[0])
-        key = num_rows, self.cache.capacity, layers
+    def __init__(self, base: Base) -> None:
+        super().__init__(replace(base, bitwise=False))
+        config, self.base = self.causal_lm.config, base
+        self._cache = self.cache = FixedCache(config.num_hidden_layers, SHORTEST)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
+        *text, last = usual_tokens(config, 5)  # the states of a first token alone can be too large to compare
+        super()._forward(text, DraftTree(), ())  # allocates the cache
+        self._is_measured = False
+        if base.bitwise:
+            unfit = config.model_type if config.model_type not in PLAIN_MODEL_TYPES else None
+            unfit = "longrope scaling" if longrope_border(config) else unfit
+            unfit = "eager attention" if config._attn_implementation == "eager" else unfit
+            if unfit or not (multiple := row_multiple(self)):
+                raise ValueError(
+                    f"{base.name} has no bit-identical rows in compiled steps{f' ({unfit})' if unfit else ''}: leave "
+                    "out --forward compiled or --bitwise true"
+                )
+            self.row_multiple, self._is_measured = multiple, True
+        self.reset()
+        super()._forward(text, DraftTree(), ())
+        self.commit([])
+        self._forward([last], DraftTree(), ())
+        self.reset()
+
+    @property
+    def num_rows(self) -> tuple[int, ...]:
+        """The numbers of rows that steps have, rising."""
+        multiple = self.row_multiple
+        return NUM_ROWS if multiple is None else tuple(rows + -rows % multiple for rows in BITWISE_ROWS)
+
+    @property
+    def max_rows(self) -> int:
+        return self.num_rows[-1] if self.row_multiple else sys.maxsize
+
+    def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
+        num_fed, self._num_pending = len(pending) + len(tree), len(pending)
+        num_rows = next((rows for rows in self.num_rows if rows >= num_fed), None)
+        if num_rows is None:
+            assert not self.row_multiple, "a tree has more nodes than the limits of the step"
+            return super()._forward(pending, tree, layers)
+        # A cache grows so early that the next graph can be compared with one of the present length.
+        length, end = self.cache.capacity, self.cached + num_rows + (self.max_rows if self.row_multiple else 0)
+        while length < end:
+            length *= 2
+        key = num_rows, length, tuple(layers)
         if key not in self._graphs:
-            # The graphs of a smaller cache are of no more use, and would keep its memory.
-            self._graphs = {other: graph for other, graph in self._graphs.items() if other[1] == key[1]}
             return self._first_forward(key, pending, tree)
         return self._graphs[key](pending, tree, self.cached)
 
@@ -86,11 +117,21 @@ class CompiledRunner(Runner):
         self, key: tuple[int, int, tuple[int, ...]], pending: Sequence[int], tree: DraftTree
     ) -> ForwardOutput:
         """Compile a step, and compare its first result with that of the eager forward."""
-        expected = self._forward(pending, tree, key[2])
+        num_rows, length, layers = key
+        before = None
+        if self._is_measured:
+            room = self.cache.capacity - self.cached
+            others = (graph for graph in self._graphs.values() if len(pending) + len(tree) <= graph.num_rows <= room)
+            before = next((graph(pending, tree, self.cached).logits for graph in others), None)
+        if self.cache.capacity < length:
+            self.cache.grow(length, *self.cache.views[0])
+        # The graphs of a smaller cache are of no more use, and would keep its memory.
+        self._graphs = {other: graph for other, graph in self._graphs.items() if other[1] == length}
+        expected = super()._forward(pending, tree, layers)
         self.rollback()
         refusal, hint = f"{self.base.name} cannot be compiled", "leave out --forward compiled or compile=True"
         try:
-            graph = _Graph(self, key[0], key[2])
+            graph = _Graph(self, num_rows, layers)
             got = graph(pending, tree, self.cached)
         except torch.OutOfMemoryError:
             raise
@@ -105,6 +146,11 @@ class CompiledRunner(Runner):
                 f"{refusal}: the outputs of a compiled step differ from those of the eager one by {found:.2g} of their "
                 f"spread, rounding by {limit:.2g} at most: {hint}"
             )
+        if before is not None and not torch.equal(got.logits, before):
+            raise ValueError(
+                f"{self.base.name} has no bit-identical rows in compiled steps of {num_rows} rows behind {length} "
+                "positions: leave out --forward compiled or --bitwise true"
+            )
         self._graphs[key] = graph
         return got
 
@@ -113,16 +159,19 @@ class _Graph:
     """One compiled step of R rows with all that it reads, at fixed addresses."""
 
     def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
-        length, device = runner.cache.capacity, runner.device
-        self._inputs = torch.zeros(VISIBLE + num_rows, num_rows, dtype=torch.long, device=device)
+        length, device, self.num_rows = runner.cache.capacity, runner.device, num_rows
+        self._is_bitwise = runner.row_multiple is not None
+        num_inputs = VISIBLE + (TAIL if self._is_bitwise else num_rows)
+        self._inputs = torch.zeros(num_inputs, num_rows, dtype=torch.long, device=device)
         torch._dynamo.mark_static_address(self._inputs, guard=False)
         cache = StepCache(runner.cache.views, self._inputs[SLOTS])
-        self._arguments = runner.causal_lm, self._inputs, cache, length, runner.attention.spans, runner.dtype, layers
+        dtype = None if self._is_bitwise else runner.dtype
+        self._arguments = runner.causal_lm, self._inputs, cache, length, runner.attention.spans, dtype, layers
         self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
         self._is_captured = device.type == "cuda"
 
     def __call__(self, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
-        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self._inputs.shape[1])))
+        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self.num_rows, self._is_bitwise)))
         logits, hidden = self._run(*self._arguments)
         num_fed, root = len(pending) + len(tree), len(pending) - 1
         logits, hidden = logits[root:num_fed], hidden if hidden is None else hidden[:num_fed]
@@ -138,27 +187,35 @@ def compile_fixed(function: Callable[..., Any], name: str, device: torch.device)
     """
     # torch keeps the graphs of a code object together and compiles at most eight, so each shape has a copy of its own.
     own: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    captured = BACKEND == "inductor" and device.type == "cuda"
-    options: dict[str, Any] = {"mode": "reduce-overhead"} if captured else {}
+    options: dict[str, Any] = {}
+    if BACKEND == "inductor":  # which rounds less often than eager steps unless it is told to emulate them
+        options["options"] = {"emulate_precision_casts": True, "triton.cudagraphs": device.type == "cuda"}
     return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, **options)
 
 
 # ---- the step as a function of tensors
 
 
-def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
+def step_inputs(
+    pending: Sequence[int], tree: DraftTree, start: int, num_rows: int, is_bitwise: bool = False
+) -> np.ndarray:
     """Return what a step of R rows behind ``start`` positions reads, one array (3 + R, R) for one copy to the device.
 
-    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees.
-    The rows behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies
-    behind the text.
+    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees;
+    for bit-identical rows, the T places of the tail of each fed row instead (3 + T, R), see `tail_places`. The rows
+    behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies behind the
+    text.
     """
     num_fed, root = len(pending) + len(tree), start + len(pending) - 1
     num_padded = num_rows - num_fed
-    inputs = np.zeros((VISIBLE + num_rows, num_rows), np.int64)
+    inputs = np.zeros((VISIBLE + (TAIL if is_bitwise else num_rows), num_rows), np.int64)
     inputs[IDS] = [*pending, *tree.tokens, *[pending[-1]] * num_padded]
     inputs[POSITIONS] = [*range(start, root + 1), *(root + depth for depth in tree.depths), *[root] * num_padded]
     inputs[SLOTS] = range(start, start + num_rows)
+    if is_bitwise:
+        places = tail_places(len(pending), tree, start)
+        inputs[VISIBLE:] = np.concatenate([places, places[[len(pending) - 1] * num_padded]]).T
+        return inputs
     inputs[VISIBLE : VISIBLE + num_fed, :num_fed] = visible_rows(len(pending), tuple(tree.parents))
     inputs[VISIBLE + num_fed :, : len(pending)] = True
     return inputs
@@ -189,21 +246,39 @@ def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: tor
     return masks
 
 
+def step_keys(inputs: Tensor, length: int, spans: Mapping[str, int]) -> dict[str, StepKeys]:
+    """Return what the rows of a bit-identical step read, for each kind of attention; the arguments as `step_masks`."""
+    positions, tail = inputs[POSITIONS][:, None], inputs[VISIBLE:].T
+    places = torch.arange(length, device=inputs.device)
+    ends = (positions - MAX_DEPTH).clamp(min=0) // BLOCK * BLOCK  # `aligned_end`, (R, 1)
+    tail_positions = ends + places[:TAIL]
+    keys = {}
+    for kind, span in spans.items():
+        is_tail, is_aligned = tail_positions <= positions, places < ends
+        if span <= length:
+            first = first_visible(kind, span, positions)
+            is_tail, is_aligned = is_tail & (tail_positions >= first), is_aligned & (places >= first)
+        keys[kind] = StepKeys(tail, ~is_tail * LOWEST, ~is_aligned * LOWEST)
+    return keys
+
+
 def run_step(
     model: nn.Module,
     inputs: Tensor,
     cache: StepCache,
     length: int,
     spans: Mapping[str, int],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the base on R rows; the function that is compiled. The arguments are those of `step_masks` and `run_base`.
 
+    Without a dtype of masks, rows are bit-identical.
+
     Returns:
         Logits (R, V), and the hidden states (R, F * D) or None without layers.
     """
-    masks = step_masks(inputs, length, spans, dtype)
+    masks: Any = step_keys(inputs, length, spans) if dtype is None else step_masks(inputs, length, spans, dtype)
     fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)
     logits, states = run_base(model, fed, None, layers)
     return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None

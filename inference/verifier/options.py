@@ -25,7 +25,8 @@ class ModelOptions:
         device: Device to run on; auto uses the GPU if there is one.
         forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
             multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
-        bitwise: Whether texts are those of the base alone bit for bit; by default in bfloat16 and float16 on a CPU.
+        bitwise: Whether texts are those of the base alone bit for bit; by default in bfloat16 and float16 on a CPU,
+            unless steps are compiled.
     """
 
     base: str = "checkpoints/tiny-chat"

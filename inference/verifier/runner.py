@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,10 @@ class Runner:
             runner of a model is made and whenever the model has changed since (`model_state`).
     """
 
+    # The multiples that `row_multiple` tries: with fewer rows, bits differ too rarely to be told by a few of them.
+    multiples: tuple[int, ...] = (4, 8, 16, 32)
+    compares_states = True  # there, and not logits alone
+
     def __init__(self, base: Base) -> None:
         check_config(base)
         self.base, self.causal_lm = base, unwrap(base.model)
@@ -59,6 +64,11 @@ class Runner:
         self.state = model_state(base.model)
         if base.check:
             check_once(base.model, (self.state, self.row_multiple), lambda: Runner(replace(base, check=False)))
+
+    @property
+    def max_rows(self) -> int:
+        """The most tokens that one forward reads, at least one of them pending."""
+        return sys.maxsize
 
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""
@@ -88,10 +98,11 @@ class Runner:
             required_outputs: What the drafter requires of the base.
         """
         layers, states = required_outputs.hidden_layers, []
-        size = self.base.prefill_chunk or len(pending)
+        size = min(self.base.prefill_chunk or len(pending), self.max_rows)
         # The angles of longrope positions depend on where their forward ends.
         may_be_split = self.attention.is_short(self.cached + len(pending))
-        while may_be_split and len(pending) > size:
+        while may_be_split and (len(pending) > size or len(pending) + len(tree) > self.max_rows):
+            size = min(size, len(pending) - 1)
             states.append(self._forward(pending[:size], DraftTree(), layers).hidden)
             self.commit([])
             pending = pending[size:]

@@ -97,8 +97,8 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
 
 def whole(logits, markov, roots, num_contexts=module.NUM_CONTEXTS):
     """The expected frames of all tokens."""
-    symbols = Symbols(logits, torch.arange(V).expand(len(logits), -1), markov)
-    return expected_frames(symbols, roots, logits.shape[-1] > V, num_contexts)
+    tokens, has_blank = torch.arange(V).expand(len(logits), -1), logits.shape[-1] > V
+    return expected_frames(Symbols(logits, tokens, has_blank, markov.left, markov.right), roots, num_contexts)
 
 
 def frames_that_show(logits, root, markov):
@@ -156,7 +156,7 @@ def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
 
 
 @pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
-def test_a_short_list_counts_the_tokens_that_it_leaves_out_as_one_symbol_without_a_bias(
+def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a_bias(
     logits, markov, num_symbols, monkeypatch
 ):
     monkeypatch.setattr(module, "NUM_LIKELY", 5)
@@ -167,20 +167,19 @@ def test_a_short_list_counts_the_tokens_that_it_leaves_out_as_one_symbol_without
     found = choose(logits, roots, V, 3, markov)
     for tokens, root, own, shown in zip(found.tokens, roots, logits, distributions(found), strict=True):
         before, columns = torch.cat([torch.tensor(tokens), root[None]]), [*tokens.tolist(), V][: 3 + (num_symbols > V)]
-        is_left_out = torch.ones(num_symbols, dtype=torch.bool)
-        is_left_out[columns] = False
-        raised = own.softmax(-1)[None] * torch.where(is_left_out, 0.0, markov(before)).exp()[:, None]  # (C + 1, T, W)
+        unlikely = own.softmax(-1)[:, :V].amax(0).argsort()[: V - 5]
+        assert not set(tokens) & set(unlikely.tolist())
+        bias = markov(before)
+        bias[:, unlikely] = 0
+        raised = own.softmax(-1)[None] * bias.exp()[:, None]  # (C + 1, T, W)
         torch.testing.assert_close(shown, raised[..., columns] / raised.sum(-1, keepdim=True))
 
 
 def test_a_short_list_has_the_likely_tokens_and_the_likely_successors_of_the_root_and_of_these(monkeypatch):
-    monkeypatch.setattr(module, "NUM_LIKELY", 8)
     monkeypatch.setattr(module, "NUM_BEFORE", 2)
-    monkeypatch.setattr(module, "NUM_LISTED", 4)
-    frames = torch.tensor([[[9.0, 8.0, 7.0, 6.0, 1.0, 1.0, 1.0, 1.0, -9.0, 0.0]]])
-    markov = Markov(V, V, V + 1).requires_grad_(False)
-    markov.left[:] = torch.eye(V)
-    for before, after in ((8, 5), (1, 6), (2, 7), (0, 8)):  # 2 is not likely enough to precede, nor 8 to follow
-        markov.right[after, before] = 50.0
-    listed = module.short_list(frames, torch.tensor([8]), torch.arange(V)[None], 4, markov)
-    assert set(listed.tokens[0].tolist()) == {5, 6, 0, 1}
+    frames = torch.tensor([[[9.0, 8.0, 7.0, 6.0, 1.0, 1.0, 1.0, 1.0, 0.0]]]).log_softmax(-1)
+    left, right = torch.eye(V), torch.zeros(V, V)
+    for before, after in ((8, 5), (1, 6), (2, 7), (0, 4)):  # only two tokens and the root, 8, may come before
+        right[after, before] = 50.0
+    symbols = Symbols(frames, torch.arange(8)[None], True, left, right)
+    assert set(module.short_list(symbols, torch.tensor([8]), 5)[0].tolist()) == {5, 6, 4, 0, 1}

@@ -68,6 +68,11 @@ def test_an_evaluation_names_neither_base_nor_drafter_nor_benchmark(call, tmp_pa
     assert done.code == 0 and shown == ["none", "prompt_lookup", "joint"]
 
 
+def test_a_drafter_that_does_not_exist_is_reported_before_anything_is_loaded(call):
+    outcome = call(run_drafters, "eval", "--base", "nowhere", "--benchmark", "nothing", "--drafter", "nonsense")
+    assert "unknown drafter 'nonsense'" in outcome.one_line_error("drafters")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test"])
 def test_every_subcommand_of_lightning_explains_its_keys(call, subcommand):

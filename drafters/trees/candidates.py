@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
+from drafters.losses.gathered_logits import at_least_float32
 from drafters.nn.draft_vocabulary import DraftVocabulary
 from drafters.nn.markov import Markov
 from drafters.trees.search import Bias, Candidates
@@ -78,7 +79,8 @@ def choose(
             probs = logits.softmax(-1)
             best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
         else:
-            symbols = Symbols(logits, tokens, has_blank, markov.left, markov.right)
+            left, right = map(at_least_float32, (markov.left, markov.right))
+            symbols = Symbols(logits, tokens, has_blank, left, right)
             if vocab_size > (num_likely := max(NUM_LIKELY, num_candidates)):
                 symbols = symbols._replace(logits=logits.log_softmax(-1))
                 symbols = symbols.part(symbols.logits[..., :vocab_size].amax(1).topk(num_likely).indices)

@@ -111,7 +111,7 @@ def make(spec: str, runner: Runner) -> Drafter:
     if learned_class:
         drafter: Drafter = _make_learned(parts, base)
     elif _reads_model(parts.registration):
-        check(parts)
+        _check_file(parts)
         drafter = build(runner, parts.file, **_typed(parts, _defaults(build)))
     else:
         drafter = _builder_without_model(parts, base)()
@@ -141,7 +141,7 @@ def _reads_model(registration: Registration) -> bool:
 
 def _builder_without_model(parts: Spec, base: Base | BaseConfig) -> Callable[[], Drafter]:
     """A function that builds a drafter from its options and a file that a command has made."""
-    check(parts)
+    _check_file(parts)
     registration = parts.registration
     options = _typed(parts, _defaults(registration.build))
     if parts.file and registration.load:
@@ -149,8 +149,8 @@ def _builder_without_model(parts: Spec, base: Base | BaseConfig) -> Callable[[],
     return partial(registration.build, **options)
 
 
-def check(parts: Spec) -> None:
-    """Raise ValueError if a drafter is unknown, or a file is named that it does not read, or none where it needs one."""
+def _check_file(parts: Spec) -> None:
+    """Raise ValueError if a spec names a file that the drafter does not read, or none where it needs one."""
     name, file, is_optional = parts.name, parts.registration.file, parts.registration.is_optional
     if parts.file and not file:
         raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")

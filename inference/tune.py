@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from data.files import SafeConsole, atomic_write, short_hash, write_text
+from data.files import SafeConsole, short_hash, write_text
 from data.tokenizer import find_base
 from drafters import Medusa
 from drafters.checks import check_at_least
@@ -45,7 +44,7 @@ RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 FILE, STATIC, SKIPS = "file", "static", "skips"  # options of --space that are no plain option of the drafter
 WARM_UP_TOKENS = 16
 NUM_RANKS = 10  # ranks of each of Medusa's heads whose accuracy is measured
-NUM_SHOWN, NUM_PLOTTED = 20, 4  # trials in the table, options in a plot
+NUM_SHOWN = 20  # trials in the table
 HEADINGS = {
     "speedup": "speed-up",
     "tokens_per_second": "tokens/s",
@@ -96,9 +95,9 @@ def tune(
 ) -> None:
     """Search the options of a drafter, and print the best ones as a --drafter.
 
-    Needs the extra `tune`: pip install 'ctc-drafters[tune]'. OUT holds the trials in study.db, the results in tune.json
-    and plots of them. Trials in study.db are not repeated, so an interrupted command continues when it is repeated. The
-    options found are the best for these questions: measure them on others with `drafters eval`.
+    Needs the extra `tune`: pip install 'ctc-drafters[tune]'. OUT holds the results in tune.json and the trials in
+    study.db, which optuna-dashboard draws. These are not repeated, so an interrupted command continues when it is
+    repeated. The options found are the best for these questions: measure them on others with `drafters eval`.
 
     Args:
         model: The base.
@@ -132,7 +131,6 @@ def tune(
         name = " ".join([drafter, *sorted(search.space), search.objective, short_hash(json.dumps(settings))])
         study, known = open_study(path, name, search)
         trials = run(study, known, space, tuner, search)
-        plot(study, [name for name in space if " " not in name], HEADINGS[search.objective], folder)
     best = tuner.spec(trials[0]["options"])
     write_text(folder / "tune.json", json.dumps({"best": best, "settings": settings, "trials": trials}, indent=1))
     console = SafeConsole(highlight=False, soft_wrap=True)
@@ -421,27 +419,3 @@ def shown(params: Params) -> str:
     for kind, layer in (key.split() for key, value in params.items() if " " in key and value):
         values[kind] = f"{values.get(kind, '')} {layer}".strip()
     return ", ".join(f"{key} {value}" for key, value in values.items()) or "nothing skipped"
-
-
-def plot(study: Study, names: Sequence[str], target: str, folder: Path) -> None:
-    """Draw the history of the search, the objective by each option, and a map of it by pairs of options."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from optuna.visualization import matplotlib as plots
-
-    complete = [trial for trial in study.trials if trial.value is not None]
-    varied = [name for name in names if len({trial.params[name] for trial in complete}) > 1][:NUM_PLOTTED]
-    with warnings.catch_warnings(), matplotlib.rc_context({"text.parse_math": False}):
-        warnings.simplefilter("ignore")  # optuna calls these plots experimental
-        drawn: dict[str, Any] = {"history": plots.plot_optimization_history(study, target_name=target)}
-        if varied:
-            drawn["options"] = plots.plot_slice(study, varied, target_name=target)
-        if len(varied) > 1:
-            drawn["map"] = plots.plot_contour(study, varied, target_name=target)
-        for name, axes in drawn.items():
-            figure = np.ravel(np.asarray(axes, dtype=object))[0].figure
-            with atomic_write(folder / f"{name}.png") as new:
-                figure.savefig(new, dpi=140, format="png", bbox_inches="tight")
-            pyplot.close(figure)

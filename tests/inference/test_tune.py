@@ -127,9 +127,7 @@ def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder
     speedups = [trial["speedup"] for trial in results["trials"]]
     assert speedups == sorted(speedups, reverse=True)
     assert results["best"] == "anpd:order={order},num_draft={num_draft}".format(**results["trials"][0]["options"])
-    names = {path.name for path in out.iterdir()}
-    assert names == {"study.db", "tune.json", "history.png", "options.png", "map.png"}
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names if name.endswith("png"))
+    assert {path.name for path in out.iterdir()} == {"study.db", "tune.json"}
     again = run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
     assert again == results, "nothing is measured again"
     shown = capsys.readouterr().out

@@ -62,9 +62,8 @@ class EvaluationOptions:
             raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
         if self.typical and any(drafter_specs.is_auto(spec) for spec in self.drafter or []):
             raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
-        if not self.server:
-            for spec in self.drafter or []:
-                drafter_specs.check(drafter_specs.split(spec))
+        for spec in self.drafter or [] if not self.server else []:
+            _ = drafter_specs.split(spec).registration  # there is such a drafter
         numbers: Any = {"repeats": self.repeats, "devices": self.devices, "concurrency": min(self.concurrency or [1])}
         check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
         if not self.server and self.concurrency:

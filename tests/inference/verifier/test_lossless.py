@@ -1,6 +1,7 @@
 """One matrix: with every drafter, cache, attention, prompt and ending, the text is the base's own."""
 
 import copy
+import logging
 import random
 from functools import cache, partial
 
@@ -13,6 +14,8 @@ import drafters
 from drafters import recipe
 from drafters.protocol import Limits
 from inference.budget import Budgeted
+from inference.verifier import compiled
+from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
@@ -126,6 +129,18 @@ DRAFTERS = {
     **dict.fromkeys(["merged, ctc", "merged, eagle", "cascade, ctc", "adversarial", "oracle"]),
 }
 LLAMA_ONLY = {*LEARNED, "merged, ctc", "merged, eagle", "cascade, ctc", "self_speculative"}
+# Those that want something different of a runner: chains, trees, scratch nodes, hidden states, a second session.
+COMPILED = [
+    "none",
+    "lookahead",
+    "joint",
+    "draft_model, the base itself",
+    "self_speculative",
+    "ctc",
+    "ctc_deep",
+    "eagle",
+]
+COMPILED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 KINDS += [("qwen3", "sdpa"), ("olmo", "sdpa")]
 
@@ -220,6 +235,27 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, sample
         accepted += sum(step.accepted for step in result.steps)
     if name != "none":
         assert accepted >= drafted / 10 > 0, "otherwise the text proves little"
+
+
+@pytest.fixture(scope="module")
+def compiled_runner(make_base):
+    """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", "eager")
+        patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
+        yield make_runner(make_base(predictable=True), compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_with_compiled_steps_the_text_is_the_bases_own(session, compiled_runner, name):
+    """How tokens are drawn from the logits is the same code; `test_compiled.py` has a sampled text."""
+    base, prompt = compiled_runner.base, prompt_of(17)
+    expected = alone(base, prompt, LENGTH)
+    result = session(name, compiled_runner, prompt, expected).run(prompt, LENGTH)
+    assert result.tokens == expected
+    if name != "none":
+        assert sum(step.accepted for step in result.steps) > 0, "otherwise the text proves little"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ NUM_CONTEXTS = 4
 """Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
 NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 4096, 512, 16
 """Of a larger vocabulary: the tokens that are biased, those compared, and those whose successors are compared too."""
+NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large vocabulary, 6 MB each
 
 
 class Symbols(NamedTuple):
@@ -73,35 +74,42 @@ def choose(
     """
     num_candidates, has_blank = min(num_candidates, vocab_size), logits.shape[-1] > vocab_size
     tokens = torch.arange(vocab_size, device=logits.device) if vocabulary is None else vocabulary.tokens
-    tokens = tokens.expand(len(logits), -1)
     with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
-        if markov is None:
-            probs = logits.softmax(-1)
-            best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
-        else:
-            left, right = map(at_least_float32, (markov.left, markov.right))
-            symbols = Symbols(logits, tokens, has_blank, left, right)
-            if vocab_size > (num_likely := max(NUM_LIKELY, num_candidates)):
-                symbols = symbols._replace(logits=logits.log_softmax(-1))
-                symbols = symbols.part(symbols.logits[..., :vocab_size].amax(1).topk(num_likely).indices)
-                listed = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
-                expected = expected_frames(symbols.part(listed), roots)
-                best = listed.gather(1, expected.topk(num_candidates).indices)
-            else:
-                best = expected_frames(symbols, roots).topk(num_candidates).indices
-            probs, tokens = symbols.logits.softmax(-1), symbols.tokens
-        columns, chosen = pad(best, (0, has_blank), value=tokens.shape[1]), tokens.gather(1, best)
-        parts = [chosen, _at(probs, columns)]
-        if markov is not None:  # softmax(z + B) is softmax(z) * exp(B), normalised again
-            before = torch.cat([chosen, roots[:, None]], 1)
-            factors = symbols.bias(before).to(probs.dtype).softmax(-1)  # (A, C + 1, W), each row up to a constant
-            sums = factors @ probs.mT  # (A, C + 1, T)
-            parts += [_at(factors, columns), sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()]
-    tokens_on_host, shown, *bias = on_host(*parts)
+        few = zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
+        parts = [_choose(own, below, tokens.expand(len(own), -1), num_candidates, markov) for own, below in few]
+    tokens_on_host, shown, *bias = on_host(*(torch.cat(part) for part in zip(*parts, strict=True)))
     blank = shown[..., -1] if has_blank else None
     return Candidates(
         tokens_on_host.astype(np.int64), shown[..., :num_candidates], blank, Bias(*bias) if bias else None
     )
+
+
+def _choose(
+    logits: Tensor, roots: Tensor, tokens: Tensor, num_candidates: int, markov: Markov | None
+) -> tuple[Tensor, ...]:
+    """The candidate tokens (A, C), their probabilities (A, T, C + e), and the factors and scales of their `Bias`."""
+    vocab_size = tokens.shape[1]
+    has_blank = logits.shape[-1] > vocab_size
+    if markov is None:
+        probs = logits.softmax(-1)
+        best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
+        return tokens.gather(1, best), _at(probs, pad(best, (0, has_blank), value=vocab_size))
+    left, right = map(at_least_float32, (markov.left, markov.right))
+    symbols = Symbols(logits, tokens, has_blank, left, right)
+    if vocab_size > (num_likely := max(NUM_LIKELY, num_candidates)):
+        symbols = symbols._replace(logits=logits.log_softmax(-1))
+        symbols = symbols.part(symbols.logits[..., :vocab_size].amax(1).topk(num_likely).indices)
+        listed = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
+        best = listed.gather(1, expected_frames(symbols.part(listed), roots).topk(num_candidates).indices)
+    else:
+        best = expected_frames(symbols, roots).topk(num_candidates).indices
+    probs, columns = symbols.logits.softmax(-1), pad(best, (0, has_blank), value=symbols.tokens.shape[1])
+    chosen = symbols.tokens.gather(1, best)
+    # softmax(z + B) is softmax(z) * exp(B), normalised again.
+    factors = symbols.bias(torch.cat([chosen, roots[:, None]], 1)).to(probs.dtype).softmax(-1)  # (A, C + 1, W)
+    sums = factors @ probs.mT  # (A, C + 1, T)
+    scales = sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()
+    return chosen, _at(probs, columns), _at(factors, columns), scales
 
 
 def expected_frames(symbols: Symbols, roots: Tensor, num_contexts: int = NUM_CONTEXTS) -> Tensor:
@@ -120,6 +128,8 @@ def expected_frames(symbols: Symbols, roots: Tensor, num_contexts: int = NUM_CON
         shown = (logits[:, t, None] + symbols.bias(tokens.gather(1, contexts))).softmax(-1)  # (A, K, W)
         last = (weights[:, None] @ shown)[:, 0, :num_tokens]
         expected += last
+        if t + 1 == logits.shape[1]:
+            break
         last = pad(last, (0, 1))
         if symbols.has_blank:  # after a blank, the last token is the one before it
             last.scatter_add_(1, contexts, weights * shown[..., num_tokens])

@@ -101,7 +101,7 @@ class Runner:
         size = min(self.base.prefill_chunk or len(pending), self.max_rows)
         # The angles of longrope positions depend on where their forward ends.
         may_be_split = self.attention.is_short(self.cached + len(pending))
-        while may_be_split and (len(pending) > size or len(pending) + len(tree) > self.max_rows):
+        while may_be_split and len(pending) > min(size, max(1, self.max_rows - len(tree))):
             size = min(size, len(pending) - 1)
             states.append(self._forward(pending[:size], DraftTree(), layers).hidden)
             self.commit([])

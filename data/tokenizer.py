@@ -61,7 +61,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def find_base(name: str) -> str:
-    """Return where to load a base from: `name` itself, or the shipped base of that name if there is no such folder."""
+    """Return where to load a base or a drafter from: `name`, or what ships under that name if there is no such folder."""
     path = Path(name)
     if path.parts[:1] == ("checkpoints",) and not path.exists():
         shipped = shipped_folder("checkpoints").joinpath(*path.parts[1:])
@@ -84,12 +84,12 @@ def join_revision(name: str, revision: str | None) -> str:
 def find_folder(name: str | Path, files: Sequence[str]) -> Path:
     """Return a local folder, or the local copy of files of ``OWNER/NAME@REVISION``, a repository of the hub.
 
-    What was downloaded stays in the hub's cache; a commit that is there is not asked for again. Raises ValueError if
-    the hub cannot be reached, or has no such repository or revision.
+    A folder is found as by `find_base`. What was downloaded stays in the hub's cache; a commit that is there is not
+    asked for again. Raises ValueError if the hub cannot be reached, or has no such repository or revision.
     """
     repository, revision = split_revision(str(name))
     if revision is None:
-        return Path(name)
+        return Path(find_base(str(name)))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

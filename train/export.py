@@ -32,7 +32,7 @@ def export(
     overwrite: bool = False,
     format: Format = "drafters",
     mask_token_id: int | None = None,
-    dtype: ExportedDtype = "bfloat16",
+    dtype: ExportedDtype | None = None,
     push: str | None = None,
     public: bool = False,
     license: str | None = None,
@@ -50,7 +50,7 @@ def export(
         overwrite: Replace a drafter in this folder.
         format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark.
         mask_token_id: For a block drafter in vLLM's format, a token that no text holds, whose embedding is replaced.
-        dtype: Dtype of the weights in vLLM's format; a drafter's own folder keeps that of the training.
+        dtype: Dtype of the weights; by default that of the training, and bfloat16 in vLLM's format.
         push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
         public: Make a new repository public.
         license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
@@ -69,8 +69,10 @@ def export(
         drafter, config = drafter_of(read_checkpoint(Path(ckpt)), base)
     with new_folder(folder) as new:
         if format == "vllm":
-            vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype))
+            vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype or "bfloat16"))
         else:
+            if dtype:
+                drafter.to(getattr(torch, dtype))
             checkpoint.save(new, drafter, config)
             check_written(new, drafter, config)
             card = card_of(drafter, config, f"{push}@REVISION" if push else "THIS_FOLDER", license, results or [])

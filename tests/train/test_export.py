@@ -96,6 +96,9 @@ def test_a_folder_is_exported_again_with_another_base_and_evaluations(call, trai
     (tmp_path / "eval" / "results.md").write_text("| drafter | tokens |\n|---|---|\n| ctc | 3.14 |\n")
     words = "--base", "someone/base-7b", "--results", tmp_path / "eval", "--license", "mit"
     assert call(run_drafters, "export", trained.folder, tmp_path / "a", *words).code == 0
+    assert call(run_drafters, "export", trained.ckpt, tmp_path / "b", "--dtype", "bfloat16").code == 0
+    exact, rounded = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
     card = (tmp_path / "a" / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/base-7b"
     assert "## Measured" in card and "| ctc | 3.14 |" in card and "license: mit" in card

@@ -19,17 +19,17 @@ def table(text, min_count=1, top=20, **rest):
     return CorpusTable(*count(np.array(text, dtype=np.int32), min_count, top), min_count=min_count, **rest)
 
 
-@pytest.mark.parametrize(("min_count", "top"), [(1, 20), (1, 2), (2, 20), (4, 1)])
+@pytest.mark.parametrize(("min_count", "top"), [(1, 20), (1, 2), (2, 20), (4, 1), (1, 1 << 63)])
 @pytest.mark.parametrize("seed", range(6))
 def test_retrieved_chains_equal_those_from_counting(seed, min_count, top):
     rng = random.Random(seed)
     vocab = rng.choice([2, 3])
     text = [rng.randrange(vocab) if rng.random() > 0.02 else -1 for _ in range(400)]
+    text += range(40, 48)  # the end of a text counts too
     cache, plain, answers = table(text, min_count, top), PlainCorpus(text, min_count, top), 0
-    for _ in range(60):
-        seq = [rng.randrange(vocab + 1) for _ in range(rng.randrange(1, 9))]
+    for seq in [[40, 41, 42, 43], *([rng.randrange(vocab + 1) for _ in range(rng.randrange(1, 9))] for _ in range(60))]:
         known = plain.retrieve(seq, 1)[: rng.randrange(2)]
-        most = rng.randrange(5)
+        most = rng.randrange(30)
         expected = plain.retrieve(seq, most, known)
         assert cache.retrieve(seq, most, known) == expected
         answers += bool(expected)

@@ -186,6 +186,7 @@ def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_re
         session.run([text, 1, 2], 50)
     assert max(len(grams) for grams in held(drafter.cache, 6).values()) > 2
     newest = {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()}
+    assert all(drafter.cache.newest(key, 0) == [] for key in newest)
     drafter.begin([1])
     assert held(drafter.cache, 6) == newest
     drafter.begin([1])

@@ -13,19 +13,10 @@ from drafters.protocol import RequiredOutputs
 from inference.verifier import attention
 from inference.verifier import sampling as sampling_module
 from inference.verifier.attention import causal_tree_mask
-from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session, common_prefix
-from inference.verify import generate_reference
 from tests.inference.verifier.oracles import prompt_of, written_alone
-
-
-def test_a_perfect_drafter_of_eight_tokens_emits_nine_per_step(base, oracle):
-    prompt = prompt_of(3)
-    truth = [*prompt, *written_alone(base, prompt, 30)]
-    result = Session(Runner(base), oracle(truth, length=8)).run(prompt, 30)
-    assert [step.emitted for step in result.steps] == [9, 9, 9, 3]
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -37,17 +28,6 @@ def test_a_draft_beyond_the_end_is_accepted_up_to_the_end_in_one_step(base, orac
     length = 1 + truth.index(truth[index])
     assert result.tokens == truth[:length]
     assert [(step.emitted, step.accepted) for step in result.steps] == [(length, min(length, 8))]
-
-
-@pytest.mark.slow
-def test_all_drafters_give_the_text_of_a_pretrained_base(shared, make_drafter):
-    base = load_base(str(shared("models/stories260K")))
-    for text in ("Once upon a time", "Lily and Ben like to play in the park. One day"):
-        prompt = base.tokenizer(text).input_ids
-        expected = generate_reference(base, prompt, 48, Greedy())
-        for name in ("none", "anpd", "prompt_lookup", "ctc", "ctc_deep", "adversarial", "oracle"):
-            drafter = make_drafter(name, base, [*prompt, *expected])
-            assert Session(Runner(base), drafter).run(prompt, 48, base.eos).tokens == expected
 
 
 # ---- what a step shows its drafter

@@ -51,20 +51,6 @@ def test_hidden_states_are_those_of_the_requested_layers(make_base, kind, attent
         torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "attention"), BASES)
-@pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 4], [2, 4, 5], [0, 3]])
-def test_the_cache_after_a_commit_is_that_of_the_accepted_text(make_base, kind, attention, path):
-    base, tree = make_base(kind, attention), DraftTree([10, 11, 12, 13, 14, 15], [-1, 0, -1, 0, 2, 4])
-    runner, seq = Runner(base), [5, 6, 7]
-    runner.forward(seq, tree, NOTHING)
-    runner.commit(path)
-    seq = seq + [tree.tokens[node] for node in path]
-    assert_cache_is_fresh(runner, seq, TOLERANCE[attention])
-    runner.forward([20], tree, NOTHING)  # and once more on top of gathered entries
-    runner.commit(path)
-    assert_cache_is_fresh(runner, [*seq, 20, *(tree.tokens[node] for node in path)], TOLERANCE[attention])
-
-
 def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
     runner = Runner(make_base())
     runner.forward([5, 6, 7, 8, 9], DraftTree(), NOTHING)

@@ -68,11 +68,3 @@ def test_the_order_of_the_texts_does_not_matter(biased):
     backwards = [(), *texts[:0:-1]]
     one, two = (spelled(order, logits, table).next_token_probs() for order in (texts, backwards))
     torch.testing.assert_close(two, one[[texts.index(text) for text in backwards]], rtol=0, atol=1e-14)
-
-
-def test_a_bias_that_is_the_same_for_every_token_is_a_shift_of_the_logits():
-    logits, table = random_frames(4, True)
-    texts = [(), (1,), (1, 1), (0,), (0, 2)]
-    one = spelled(texts, logits, table[:1].expand(V, -1)).next_token_probs()
-    two = spelled(texts, logits + table[0], None).next_token_probs()
-    torch.testing.assert_close(one, two, rtol=0, atol=1e-12)

@@ -79,10 +79,3 @@ def test_decoding_undoes_encoding(tokenizer, text):
 
 def test_the_tokenizer_splits_numbers_into_digits(tokenizer):
     assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]
-
-
-@pytest.mark.slow
-def test_training_the_tokenizer_is_deterministic(tokenizer):
-    again = embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
-    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    assert again.chat_template == tokenizer.chat_template

@@ -56,7 +56,7 @@ def pearson(counts, expected):
 
 
 @torch.inference_mode()
-def chi_square_of_pairs(base, drafter, runs, length, first=0, prompt=(3, 4, 5), decide=None, **setting):
+def chi_square_of_pairs(base, drafter, runs, length, first=0, prompt=(3, 4, 5), **setting):
     """Run many texts and compare two tokens of them with their joint distribution under the base alone.
 
     Args:
@@ -66,7 +66,6 @@ def chi_square_of_pairs(base, drafter, runs, length, first=0, prompt=(3, 4, 5), 
         length: Number of tokens of each text.
         first: Index of the first of the two tokens; from 1 on, the tokens before it are summed over.
         prompt: Prompt of every text.
-        decide: Replaces `KeyedSampler.decide`.
         **setting: Temperature, top_k and top_p of the sampler.
 
     Returns:
@@ -85,8 +84,6 @@ def chi_square_of_pairs(base, drafter, runs, length, first=0, prompt=(3, 4, 5), 
     counts, accepted, runner = torch.zeros(vocab, vocab, dtype=torch.float64), 0, Runner(base)
     for seed in range(runs):
         sampler = KeyedSampler(**setting, seed=seed)
-        if decide:
-            sampler.decide = decide.__get__(sampler)
         result = Session(runner, drafter, sampler).run(prompt, length)
         counts[result.tokens[first], result.tokens[first + 1]] += 1
         accepted += sum(step.accepted for step in result.steps)

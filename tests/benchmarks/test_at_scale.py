@@ -16,6 +16,7 @@ from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, Step
+from tests.conftest import recorded_trees
 
 SHAPE = 80, 150, 4, 10, 5  # hidden, intermediate, layers, heads, key-value heads; the toy base has 32, 64, 3, 4, 2
 VOCAB = 64
@@ -124,16 +125,8 @@ def trained_at_random(kind, options, base):
 
 def decoded(base, drafter):
     """A text of 30 tokens, and the trees that were proposed."""
-    trees, propose = [], drafter.propose
-
-    def recorded(seq, limits):
-        trees.append(propose(seq, limits))
-        return trees[-1]
-
-    drafter.propose = recorded
-    answer = Session(Runner(base), drafter).run(PROMPT, 30)
-    del drafter.propose
-    return answer, trees
+    trees = recorded_trees(drafter)
+    return Session(Runner(base), drafter).run(PROMPT, 30), trees
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests import conftest
+from tests.conftest import recorded_trees
 
 
 @pytest.fixture
@@ -167,13 +168,7 @@ def save_any(base, tmp_path, monkeypatch):
 
 def drafted(drafter, base):
     """Return the trees that a drafter proposes while a text is decoded."""
-    trees, propose = [], drafter.propose
-
-    def keeping(seq, limits):
-        trees.append(propose(seq, limits))
-        return trees[-1]
-
-    drafter.propose = keeping
+    trees = recorded_trees(drafter)
     Session(Runner(base), drafter).run([5, 6, 7, 8], 12)
     return [(list(tree.tokens), list(tree.parents)) for tree in trees]
 

@@ -13,24 +13,8 @@ from inference.evaluate.command import with_scores
 from inference.prompts import BenchmarkPrompts
 from inference.verifier.session import Step
 
-PREFILL = Step(
-    emitted=1,
-    accepted=0,
-    fed_pending=9,
-    fed_candidates=0,
-    fed_scratch=0,
-    draft_forwards=0,
-    seconds=(0.0, 0.5, 0.0, 0.0, 0.0),
-)
-STEP = Step(
-    emitted=3,
-    accepted=2,
-    fed_pending=1,
-    fed_candidates=4,
-    fed_scratch=3,
-    draft_forwards=1,
-    seconds=(0.01, 0.1, 0.02, 0.03, 0.04),
-)
+PREFILL = Step(1, 0, 9, 0, 0, 0, (0.0, 0.5, 0.0, 0.0, 0.0))
+STEP = Step(3, 2, 1, 4, 3, 1, (0.01, 0.1, 0.02, 0.03, 0.04))
 ANSWER = Answer(
     question_id=81,
     category="writing",

@@ -1,6 +1,5 @@
 """The web page in headless Chromium, which a script uses as a person would."""
 
-import base64
 import json
 import os
 import re
@@ -74,10 +73,6 @@ class Browser:
         result = self("Runtime.evaluate", page, **options)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
-
-    def screenshot(self, page):
-        """A picture of the page as PNG."""
-        return base64.b64decode(self("Page.captureScreenshot", page)["data"])
 
 
 @contextmanager

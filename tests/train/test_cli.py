@@ -60,14 +60,6 @@ def test_every_command_explains_each_of_its_options(call, name):
         assert f"--{option}" in said and line and " ".join(line.split()[:6]) in said, f"--{option} has no help line"
 
 
-@pytest.mark.slow
-def test_an_evaluation_names_neither_base_nor_drafter_nor_benchmark(call, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = call(run_drafters, "eval", "--limit", 1, "--repeats", 1, "--max-new-tokens", 4)
-    shown = [line.split()[0] for line in done.out.splitlines() if line.endswith("(1/1)")]
-    assert done.code == 0 and shown == ["none", "prompt_lookup", "joint"]
-
-
 def test_a_drafter_that_does_not_exist_is_reported_before_anything_is_loaded(call):
     outcome = call(run_drafters, "eval", "--base", "nowhere", "--benchmark", "nothing", "--drafter", "nonsense")
     assert "unknown drafter 'nonsense'" in outcome.one_line_error("drafters")

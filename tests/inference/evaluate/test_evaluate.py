@@ -37,7 +37,7 @@ from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Typical
 from inference.verifier.session import PHASES, Session, Step
-from train.cli import grouped
+from train.cli import grouped, run_drafters
 
 CLOCK = {"speed", "speedup", "wall", "step_seconds", "prefill_seconds"}  # figures that differ between runs
 FORGETFUL = ["anpd", "prompt_lookup"]
@@ -342,10 +342,11 @@ def test_repeats_that_differ_are_reported(plan):
 
 
 @pytest.mark.slow
-def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questions(asked, tmp_path):
-    options = {"base": str(asked / "base"), "device": "cpu", "limit": 1, "max_new_tokens": 4, "out": str(tmp_path)}
-    evaluate(**grouped(evaluate, options))
+def test_by_default_tiny_chat_prompt_lookup_and_joint_decode_the_embedded_questions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_drafters(["eval", "--limit", "1", "--max-new-tokens", "4", "--out", str(tmp_path)])
     found = folders.read(tmp_path)
+    assert found.conditions.base.endswith("tiny-chat")
     assert {name: list(by_drafter) for name, by_drafter in found.summaries.items()} == {
         "embedded": ["none", "prompt_lookup", "joint"]
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import drafters
 from drafters import checkpoint, registry
@@ -23,6 +23,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from inference.verify import next_probabilities
+from tests.conftest import toy_base
 from tests.inference.verifier.oracles import pearson
 
 SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
@@ -43,21 +44,9 @@ def save_toy_base(folder, seed=0):
     """Write a random LLaMA of one layer with a vocabulary of eight words, and return its folder."""
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(TOY_VOCAB)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=TOY_VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
+    model = toy_base(vocab=TOY_VOCAB, layers=1, hidden=16, seed=seed, dtype=torch.float32).model
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
     return folder
 
 

@@ -151,20 +151,11 @@ def test_what_is_no_file_is_refused_with_advice(tmp_path):
     assert "for a data set of the hub write hub:someone/talk" in refusal("someone/talk")
 
 
-BROKEN_LINES = {
-    "half a record": (LINES[0][:40], "invalid JSON (Unterminated string"),
-    "broken UTF-8": (LINES[0].replace(b"Hi", b"H\xff"), "not UTF-8 (invalid start byte)"),
-    "UTF-16": (LINES[0].decode().encode("utf-16"), "not UTF-8"),
-    "deep nesting": (b"[" * 100_000, "recursion"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN_LINES)
-def test_a_broken_line_is_named_and_the_others_are_read(write, name):
-    line, reason = BROKEN_LINES[name]
-    conversations, dropped = load_conversations([write("mixed.jsonl", b"\n".join([LINES[0], line, *LINES[1:]]))])
-    assert [each.id for each in conversations] == ["good-0", "good-1", "good-2"] and dropped.total == 1
-    assert dropped.examples[0].startswith("mixed.jsonl line 2: ") and reason in dropped.examples[0]
+def test_a_broken_line_is_named_and_the_others_are_read(write):
+    lines = [LINES[0], LINES[0][:40], *LINES[1:], b"[" * 100_000]
+    conversations, dropped = load_conversations([write("mixed.jsonl", b"\n".join(lines))])
+    assert [each.id for each in conversations] == ["good-0", "good-1", "good-2"]
+    assert [line.partition(": ")[0] for line in dropped.examples] == ["mixed.jsonl line 2", "mixed.jsonl line 5"]
 
 
 TURNS = [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]

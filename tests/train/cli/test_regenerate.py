@@ -21,6 +21,7 @@ from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
 from inference.verifier.options import SamplingOptions
+from tests.data.test_templates import THINKING
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
@@ -374,17 +375,6 @@ def test_sampled_answers_depend_on_the_seed_and_neither_on_batches_nor_on_the_nu
     others = sampled(exact, tmp_path, seed=6)
     answers = [each["messages"][-1]["content"] for each in (*pairs, *others) if each["cut"]]
     assert len(answers) == len(set(answers)) > 10, "no two of 16 are equal"
-
-
-THINKING = (
-    "{%- for m in messages -%}{{- '[' + m.role + ']' -}}"
-    "{%- if m.role == 'assistant' -%}"
-    "{%- if loop.last and m.reasoning_content -%}{{- '<think>' + m.reasoning_content + '</think>' -}}{%- endif -%}"
-    "{{- m.content + eos_token -}}{%- else -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}"
-    "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think></think>' -}}{%- endif -%}"
-    "{%- endif -%}"
-)
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -20,11 +20,11 @@ import torch
 from data import benchmarks
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
-from drafters.protocol import TrainingBatch
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
+from tests.inference.conftest import train_briefly
 
 NUM_PROMPTS, NUM_TOKENS, CHAIN, NUM_STEPS = 12, 64, 6, 70
 BASE, EOS = "checkpoints/tiny-chat", 2
@@ -125,16 +125,8 @@ def trained(tiny_chat, prompts, expected, tmp_path_factory):
             mask[row, len(prompt) - 1 : len(text)] = True
         torch.manual_seed(0)
         drafter = recipe.build(registry.find_class(class_path), tiny_chat.shape, init_args)
-        drafter.initialise(tiny_chat.base_weights)
-        with torch.no_grad():
-            hidden, last = tiny_chat.hidden_states(ids, drafter.required_outputs.hidden_layers)
-            labels = tiny_chat.model(ids).logits.argmax(-1)
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=4e-3)
-        for step in range(NUM_STEPS if name in ("ctc", "block") else NUM_STEPS // 2):  # the others learn faster
-            loss, _ = drafter.loss(TrainingBatch(hidden, last, ids, labels, mask, step), tiny_chat.base_weights)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        num_steps = NUM_STEPS if name in ("ctc", "block") else NUM_STEPS // 2  # the others learn faster
+        train_briefly(drafter, tiny_chat, ids, num_steps, 4e-3, mask)
         folder, vocabulary = tmp_path_factory.mktemp(name), tokenizer_hash(tiny_chat.tokenizer)
         config = checkpoint.DrafterConfig(class_path, init_args, tiny_chat.shape, BASE, vocabulary)
         checkpoint.save(folder, drafter, config)

@@ -152,20 +152,6 @@ def test_without_merging_drawn_texts_keep_equal_neighbours(literal_texts):
 
 
 @each_bias
-def test_many_sampled_alignments_follow_the_distribution(literal_texts, biased):
-    frames = Frames(literal_texts, 4, biased, seed=2)
-    uniforms = torch.from_numpy(np.random.default_rng(0).random((4, 20_000)))
-    drawn = sample_alignments(frames.logits, frames.bias, START, uniforms)
-    place = 4 ** torch.arange(3, -1, -1)
-    counts = torch.bincount((drawn * place).sum(1), minlength=4**4)[(frames.texts.alignments * place).sum(1)]
-    expected = frames.texts.each * 20_000
-    often = expected >= 5
-    chi_square = ((counts - expected) ** 2 / expected)[often].sum()
-    freedom = int(often.sum())
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
-
-
-@each_bias
 def test_a_temperature_divides_logits_and_biases(literal_texts, biased):
     frames = Frames(literal_texts, 4, biased)
     cooled = (lambda tokens: frames.bias(tokens) / 0.5) if biased else None

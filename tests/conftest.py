@@ -348,31 +348,6 @@ def base(make_base):
 
 
 @pytest.fixture(scope="session")
-def constant_seed():
-    """A class of drafters that break another one: its drafts are not what it says they are."""
-    from dataclasses import replace
-
-    from drafters import Drafter
-
-    class ConstantSeed(Drafter):
-        """Draws the same numbers for every request, as a drafter does that is built with one seed for each of them."""
-
-        def __init__(self, drafter):
-            self.drafter, self.required_outputs = drafter, drafter.required_outputs
-
-        def begin(self, prompt):
-            self.drafter.begin(prompt)
-
-        def propose(self, seq, limits):
-            return self.drafter.propose(seq, replace(limits, draft_seed=0))
-
-        def observe(self, step):
-            self.drafter.observe(step)
-
-    return ConstantSeed
-
-
-@pytest.fixture(scope="session")
 def toy_tokenizer():
     return words()
 

@@ -193,9 +193,3 @@ class Scripted(BudgetController):
 
     def observe(self, path, num_emitted, draft_seconds, base_seconds):
         self.told.append((len(path), num_emitted))
-
-
-@pytest.fixture(scope="session")
-def scripted_budget():
-    """Makes a budget that decides by chance."""
-    return Scripted

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -204,16 +203,6 @@ def call(capsys):
     return run
 
 
-@pytest.fixture(scope="session")
-def fresh_python():
-    """Runs a fresh interpreter at the repository's root."""
-
-    def python(*args, **options):
-        return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, **options)
-
-    return python
-
-
 class Losses(L.Callback):
     """Writes the loss of each batch, bit for bit, to a file that survives any end of the process."""
 
@@ -322,24 +311,3 @@ def fork(tmp_path_factory):
             os._exit(code)
 
     return start
-
-
-@pytest.fixture
-def losses_of():
-    return read_losses
-
-
-@pytest.fixture
-def assert_same_end():
-    """Checks that two runs computed the same loss for every batch and ended with the same weights and optimizer."""
-
-    def check(one, other):
-        mine, theirs = read_losses(one), read_losses(other)
-        assert mine == theirs
-        assert all(len(losses) == 1 for losses in mine.values())
-        for name in ("last.ckpt", "best.ckpt"):
-            saved = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (one, other)]
-            for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "measured"):
-                torch.testing.assert_close(saved[0][part], saved[1][part], rtol=0, atol=0)
-
-    return check

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.train.conftest import read_losses
 from train.cli import run_lightning
 
 BATCHES, BATCHES_PER_EPOCH = 50, 5  # of `write_run`
@@ -63,8 +64,19 @@ def read_batches(losses):
     return [int(epoch) * BATCHES_PER_EPOCH + int(batch) + 1 for _, epoch, batch in places]
 
 
+def assert_same_end(one, other):
+    """Check that two runs computed the same loss for every batch and ended with the same weights and optimizer."""
+    mine, theirs = read_losses(one), read_losses(other)
+    assert mine == theirs
+    assert all(len(losses) == 1 for losses in mine.values())
+    for name in ("last.ckpt", "best.ckpt"):
+        saved = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (one, other)]
+        for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "measured"):
+            torch.testing.assert_close(saved[0][part], saved[1][part], rtol=0, atol=0)
+
+
 @pytest.mark.slow
-def test_kills_at_any_moment_change_no_bit_of_the_losses_and_weights(write_run, fork, assert_same_end, tmp_path):
+def test_kills_at_any_moment_change_no_bit_of_the_losses_and_weights(write_run, fork, tmp_path):
     whole, killed, rng = tmp_path / "whole", tmp_path / "killed", random.Random()
     fork("fit", "--config", write_run(whole)).succeed()
     resumed = "fit", "--config", write_run(killed), "--ckpt_path", "last"
@@ -79,24 +91,24 @@ def test_kills_at_any_moment_change_no_bit_of_the_losses_and_weights(write_run, 
 
 
 @pytest.mark.slow
-def test_resuming_from_any_checkpoint_repeats_the_uninterrupted_run(write_run, fork, losses_of, tmp_path):
+def test_resuming_from_any_checkpoint_repeats_the_uninterrupted_run(write_run, fork, tmp_path):
     """Within an epoch, between epochs, just before and after a validation, with a process that loads ahead."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = "--data.num_workers", 1
     fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=5), *options).succeed()
-    expected = losses_of(whole)
+    expected = read_losses(whole)
     for name, trained in {"step=1": 2, "step=3": 5, "step=4": 7, "best": 7}.items():
         shutil.rmtree(resumed, ignore_errors=True)
         config = write_run(resumed, max_steps=5)
         fork("fit", "--config", config, "--ckpt_path", whole / "checkpoints" / f"{name}.ckpt", *options).succeed()
-        assert losses_of(resumed) == dict(list(expected.items())[trained:]), name
+        assert read_losses(resumed) == dict(list(expected.items())[trained:]), name
         if name != "best":  # that validation is over
             best = [torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True) for folder in (whole, resumed)]
             assert best[0]["measured"] == best[1]["measured"]
 
 
 @pytest.mark.slow
-def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(write_run, fork, losses_of, tmp_path):
+def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(write_run, fork, tmp_path):
     """The error comes in the second of two accumulated batches, whose gradients no checkpoint holds."""
 
     def fail():
@@ -118,17 +130,17 @@ def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(writ
     batches = [line.split()[0] for line in (tmp_path / "losses.txt").read_text().splitlines()]
     first, second = [f"0.{epoch}.{batch}" for epoch in (0, 1) for batch in range(5)][:8], ["0.1.2", "0.1.3", "0.1.4"]
     assert batches == [*first, *second]
-    assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
+    assert all(len(losses) == 1 for losses in read_losses(tmp_path).values())
 
 
 @pytest.mark.slow
-def test_a_run_with_two_processes_resumes_exactly(write_run, fork, losses_of, tmp_path):
+def test_a_run_with_two_processes_resumes_exactly(write_run, fork, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     two = "--trainer.strategy", "ddp_fork", "--trainer.devices", 2
     fork("fit", "--config", write_run(whole, every=1, keep=-1, max_steps=4), *two).succeed()
     config, checkpoint = write_run(resumed, max_steps=4), whole / "checkpoints" / "step=2.ckpt"
     fork("fit", "--config", config, "--ckpt_path", checkpoint, *two).succeed()
-    again, expected = losses_of(resumed), losses_of(whole)
+    again, expected = read_losses(resumed), read_losses(whole)
     assert {batch.split(".")[0] for batch in again} == {"0", "1"} and len(expected) > len(again)
     assert again == {batch: expected[batch] for batch in again}
     assert len(set.union(*expected.values())) == len(expected), "each process draws its own anchors"
@@ -173,21 +185,19 @@ def wait_for(condition, run):
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
     ids=lambda value: str(value),
 )
-def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
-    write_run, fork, losses_of, tmp_path, number, code
-):
+def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(write_run, fork, tmp_path, number, code):
     config = write_run(tmp_path, every=1000, max_steps=10**6)
     run = fork("fit", "--config", config)
-    wait_for(lambda: (tmp_path / "losses.txt").exists() and len(losses_of(tmp_path)) > 8, run)
+    wait_for(lambda: (tmp_path / "losses.txt").exists() and len(read_losses(tmp_path)) > 8, run)
     run.send(number)
     assert run.wait() == code, run.log.read_text()
     assert "go on with --ckpt_path last" in run.log.read_text()
-    done = losses_of(tmp_path)
+    done = read_losses(tmp_path)
     step = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert not any((tmp_path / "checkpoints").glob("step=*")), "the one checkpoint is the signal's"
     fork("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_steps", step + 3).succeed()
-    assert set(losses_of(tmp_path)) > set(done)
-    assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
+    assert set(read_losses(tmp_path)) > set(done)
+    assert all(len(losses) == 1 for losses in read_losses(tmp_path).values())
 
 
 @pytest.mark.slow
@@ -240,7 +250,7 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, losses_of, tmp_path, repository):
+def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, tmp_path, repository):
     """The first starts the second by its own command line, and so is a fresh interpreter too."""
     words = ["fit", "--config", write_run(tmp_path, every=1000, max_steps=10**6), "--config", "strategy/ddp.yaml"]
     command = [sys.executable, "-m", "train", *map(str, words), "--trainer.devices", "2"]
@@ -253,6 +263,6 @@ def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, losses_of
             assert run.wait(120) == 143, Path(log.name).read_text()
         finally:
             run.kill()
-    ranks = [{batch[2:] for batch in losses_of(tmp_path) if batch[0] == rank} for rank in "01"]
+    ranks = [{batch[2:] for batch in read_losses(tmp_path) if batch[0] == rank} for rank in "01"]
     assert ranks[0] == ranks[1]
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] > 0

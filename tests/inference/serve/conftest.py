@@ -78,9 +78,3 @@ def server(long_base):
     """A server that many tests share."""
     with serving(long_base) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def until():
-    """Waits until a condition holds."""
-    return wait_until

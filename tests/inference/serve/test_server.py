@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from inference import generate
+from tests.inference.serve.conftest import wait_until
 
 PROMPT = "w3 w4 w5 w6 w7 w8 w3 w4"
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -142,7 +143,7 @@ def test_decoding_stops_when_a_client_goes_away(running, monkeypatch):
     assert chat(running.client(), **SHORT).choices
 
 
-def test_requests_are_answered_in_order(running, until, monkeypatch):
+def test_requests_are_answered_in_order(running, monkeypatch):
     stream, decoded, steps = occupy(running), [], running.decoder.steps
 
     def recorded(asked, prompt):
@@ -154,7 +155,7 @@ def test_requests_are_answered_in_order(running, until, monkeypatch):
         asked = []
         for number in range(3):
             asked.append(pool.submit(chat, running.client(), **SHORT | {"max_tokens": 5 + number}))
-            until(lambda number=number: running.decoder._thread._work_queue.qsize() == number + 1)
+            wait_until(lambda number=number: running.decoder._thread._work_queue.qsize() == number + 1)
         assert not decoded
         stream.close()
         for each in asked:

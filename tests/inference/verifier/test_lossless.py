@@ -22,6 +22,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import PHASES, Session
 from inference.verify import first_divergence
+from tests.inference.conftest import Scripted
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
 
 LENGTH = 26
@@ -338,12 +339,12 @@ def test_a_node_budget_does_not_change_the_text(session, make_base, monkeypatch,
 
 @each_drafter
 @pytest.mark.parametrize("sampler", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
-def test_an_automatic_budget_does_not_change_the_text(session, make_base, scripted_budget, name, sampler):
+def test_an_automatic_budget_does_not_change_the_text(session, make_base, name, sampler):
     """Whatever it decides: to draft nothing for some steps, to ask for few nodes, to cut a draft."""
     base, prompt = make_base(predictable=True), prompt_of(5)
     truth = alone(base, prompt, LENGTH, sampler=sampler)
     writing = session(name, Runner(base), prompt, truth, sampler)
-    writing.drafter = Budgeted(writing.drafter, scripted_budget(seed=1))
+    writing.drafter = Budgeted(writing.drafter, Scripted(seed=1))
     assert writing.run(prompt, LENGTH).tokens == truth
 
 

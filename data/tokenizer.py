@@ -61,7 +61,7 @@ def shipped_folder(name: str) -> Path:
 
 
 def find_base(name: str) -> str:
-    """Return where to load a base or a drafter from: `name`, or what ships under that name if there is no such folder."""
+    """Return where a base or a drafter is loaded from: `name`, or what ships under it if there is no such folder."""
     path = Path(name)
     if path.parts[:1] == ("checkpoints",) and not path.exists():
         shipped = shipped_folder("checkpoints").joinpath(*path.parts[1:])

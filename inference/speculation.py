@@ -127,7 +127,11 @@ class Speculation:
                 max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
                 for row, prompt in enumerate(prompts):
                     processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, row, len(prompt))
-                    session = Session(runner, self._drafter(runner), _sampler(generation_config, processors))
+                    used = [processors] if processors.read_text else processors.processors
+                    sampler: Sampler = Greedy(used)
+                    if generation_config.do_sample:
+                        sampler = KeyedSampler(seed=int(torch.randint(2**62, ())), processors=used)
+                    session = Session(runner, self._drafter(runner), sampler)
                     steps = session.decode(prompt, max_new_tokens, eos)
                     self.generations.append(_collect(steps, input_ids[row], criteria, streamer, processors))
         finally:
@@ -339,8 +343,3 @@ class _ProcessorsOfOneText(LogitsProcessor):
     def recorded(self, name: str, num_tokens: int) -> tuple[Tensor, ...] | None:
         """The scores or logits (1, V) that decided the first tokens, or None if ``generate`` does not return them."""
         return tuple(each[name] for each in self._recorded[:num_tokens]) if name in self.returned else None
-
-
-def _sampler(config: GenerationConfig, processors: _ProcessorsOfOneText) -> Sampler:
-    used = [processors] if processors.read_text else processors.processors
-    return KeyedSampler(seed=int(torch.randint(2**62, ())), processors=used) if config.do_sample else Greedy(used)

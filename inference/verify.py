@@ -114,7 +114,10 @@ def verify(
         }
         if is_sampled and texts:
             tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
-            requests = list(_requests(base, tested, -(-texts // len(tested)), text_tokens, sampling))
+            num_texts, requests = -(-texts // len(tested)), list[tuple[list[int], int, SamplingOptions, int]]()
+            for index, prompt in enumerate(tested):  # each has seeds that no other one has
+                own_sampling = replace(sampling, seed=sampling.seed + index * num_texts)
+                requests.append((prompt, min(text_tokens, base.context_length - len(prompt)), own_sampling, num_texts))
             references = [sample_base(base, *request[:3], REFERENCE_FACTOR * request[3]) for request in requests]
             for name, session in bars.track(sessions.items(), description="distribution"):
                 drafted = [sample_drafted(session, *request) for request in requests]
@@ -321,15 +324,6 @@ class EqualityResult:
     chi_squared: float  # Pearson's statistic of the tables of texts, added up over the prompts
     freedom: int  # its degrees of freedom
     detectable: float | None
-
-
-def _requests(
-    base: Base, prompts: Sequence[list[int]], num_texts: int, num_tokens: int, sampling: SamplingOptions
-) -> Iterator[tuple[list[int], int, SamplingOptions, int]]:
-    """The arguments that sample the texts after some prompts; each gets seeds that no other prompt has."""
-    for index, prompt in enumerate(prompts):
-        fitting = min(num_tokens, base.context_length - len(prompt))
-        yield prompt, fitting, replace(sampling, seed=sampling.seed + index * num_texts), num_texts
 
 
 @torch.inference_mode()

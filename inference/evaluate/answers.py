@@ -234,7 +234,10 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
         "prompt_tokens": [turn.prompt_tokens for turn in turns],
         "ended": list(answer.ended),
-        "steps": [[_step_to_json(step) for step in turn.steps] for turn in turns],
+        "steps": [
+            [[*(getattr(step, name) for name in COUNTS), *(round(s, 7) for s in step.seconds)] for step in turn.steps]
+            for turn in turns
+        ],
         "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
         "arrivals": [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns],
         "peak_bytes": answer.peak_bytes,
@@ -281,11 +284,6 @@ def read(path: str | Path) -> list[Answer]:
         with reading(place, remedy):
             answers.append(from_json(record))
     return answers
-
-
-def _step_to_json(step: Step) -> list[float]:
-    counts = [getattr(step, name) for name in COUNTS]
-    return counts + [round(seconds, 7) for seconds in step.seconds]
 
 
 def _step_from_json(row: list[float]) -> dict[str, Any]:

@@ -161,7 +161,8 @@ def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
     _check_prompts(pairing)
     for side in (second, first):
         own, base = ([answers[number] for number in numbers] for answers in (side.answers, side.baseline))
-        lengths += _emitted_and_steps(own)
+        steps = [decode_steps(answer.turns) for answer in own]
+        lengths += [[sum(step.emitted for step in each) for each in steps], [len(each) for each in steps]]
         speeds += [*_seconds_and_tokens(base), *_seconds_and_tokens(own)]
     at_level, published = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, intervals.PUBLISHED_LEVEL))
     errors = [side.timing_error for side in pairing.sides if side.timing_error is not None]
@@ -201,11 +202,6 @@ def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[f
     below = math.hypot(math.log(ratio / bounds[0]), error) if bounds[0] else math.inf
     above = math.hypot(math.log(bounds[1] / ratio), error)
     return ratio * math.exp(-below) - 1, ratio * math.exp(above) - 1
-
-
-def _emitted_and_steps(answers: Sequence[Answer]) -> tuple[list[int], list[int]]:
-    steps = [decode_steps(answer.turns) for answer in answers]
-    return [sum(step.emitted for step in own) for own in steps], [len(own) for own in steps]
 
 
 def _seconds_and_tokens(answers: Sequence[Answer]) -> tuple[list[float], list[int]]:

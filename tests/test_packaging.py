@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenizer import find_base, shipped_folder
+from data.tokenizer import find_base, find_folder, shipped_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")
@@ -71,7 +71,7 @@ def test_both_archives_pass_twine(archives):
     run(sys.executable, "-m", "twine", "check", "--strict", *archives, cwd=archives[0].parent)
 
 
-def test_the_wheel_holds_every_source_file_config_and_file_of_the_tiny_base(archives):
+def test_the_wheel_holds_every_source_file_config_and_checkpoint(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
     sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".j2")}
     sources |= {*(ROOT / "inference" / "serve" / "page").iterdir(), *(ROOT / "data" / "corpus").iterdir()}
@@ -115,6 +115,7 @@ def test_evaluation_runs_from_an_empty_folder_with_the_tiny_base(installed, empt
 def test_the_current_folder_comes_before_what_ships_with_the_package(empty, monkeypatch):
     monkeypatch.chdir(empty)
     assert find_base("checkpoints/tiny-chat") == str(shipped_folder("checkpoints") / "tiny-chat")
+    assert find_folder("checkpoints/smollm2-ctc", ()) == shipped_folder("checkpoints") / "smollm2-ctc"
     (empty / "checkpoints" / "tiny-chat").mkdir(parents=True)
     assert find_base("checkpoints/tiny-chat") == "checkpoints/tiny-chat"
 

@@ -148,6 +148,14 @@ def test_rows_of_windows_that_reach_into_the_aligned_keys_are_equal(make_family,
         assert_all_equal(base, length)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm-chat-7m", "stories260K"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_trained_bases_are_equal(shared, name, dtype):
+    base = load_base(str(shared(f"models/{name}")), str(dtype).removeprefix("torch."), bitwise=True)
+    assert_all_equal(base, 40, 400)
+
+
 @pytest.mark.parametrize(
     ("label", "sizes"),
     [

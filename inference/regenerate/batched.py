@@ -48,13 +48,15 @@ def decode_batch(
     cache = BufferCache(base.model.config.num_hidden_layers, width + max(max_new_tokens))
     rows = list(range(len(prompts)))  # index of the prompt that each row of the current batch continues
     is_unfinished = [True] * len(prompts)
+    # An index, as a slice of a prompt's states is not contiguous: the LM head would be copied for each row on a CPU.
+    last = torch.tensor([-1], device=device)
     for end in range(width, width + max(max_new_tokens)):
         logits = base.model(
             fed,
             attention_mask=attended[:, :end],
             position_ids=positions,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=last,
             **cache_argument(base.model, cache),
         ).logits
         if samplers:

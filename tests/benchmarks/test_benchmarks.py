@@ -1,12 +1,15 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
+import json
 import logging
 
 import pytest
 import torch
 
-from benchmarks import harness, steps, training_speed
+from benchmarks import harness, paper_figures, steps, training_speed
+from inference.questions import QuestionOptions
 from inference.verifier import compiled as verifier_compiled
+from inference.verifier.base import load_base
 
 
 def rows(markdown):
@@ -99,3 +102,20 @@ def test_the_memory_of_a_step_is_near_its_estimate():
     kind, arguments = training_speed.drafter_recipe("ctc.yaml", 2, num_anchors=32)
     counted, estimated = training_speed.TrainingStep(kind, arguments, base, (2, 64), "32").memory()
     assert counted > 1e6 and estimated == pytest.approx(counted, rel=0.1)
+
+
+def test_the_figures_of_the_papers_with_the_base_as_its_own_draft_model(tmp_path):
+    """All draft tokens match then. Words and tokens are counted by hand, and without noise the answers are the same."""
+    asked = [{"question": "one two  three", "answer": "#### 3"}, {"question": "four", "answer": "#### 4"}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    model, benchmarks = "checkpoints/tiny-chat", [f"gsm8k={tmp_path / 'asked.jsonl'}", "embedded"]
+    few = {"limit": 2, "max_new_tokens": 24, "num_draft": 4, "phrases": "num_draft=4,level=3,window=4"}
+    paper_figures.paper_figures(model, model, benchmarks, **few, out=str(tmp_path / "out.md"))
+    written, base = rows((tmp_path / "out.md").read_text()), load_base(model)
+    num_tokens = sum(len(base.tokenizer(row["question"]).input_ids) for row in asked)
+    assert ["gsm8k", "2.00", f"{num_tokens / 2:.2f}", f"{num_tokens / 4:.2f}"] in written
+    assert ["gsm8k", "4.00", "4.00"] in written and ["embedded", "4.00", "4.00"] in written
+    assert [row[0] for row in written[-3:]] == ["2 of a task in turn", "1 of a task in turn", "shuffled"]
+    options = QuestionOptions(benchmarks, limit=2)
+    found = paper_figures.noise(base, options.select(base, options.load()), 24, counts=(0, 16)).rows
+    assert found[0] == ["0", "100.0", "100.0"] and float(found[1][1]) < 100

@@ -110,9 +110,8 @@ class Merged(Drafter):
     from what the base emitted (`LogisticMixer`). The tree takes the most probable nodes first, whoever named them, so
     n-grams continue the learned drafter's prefixes and fill gaps between them.
 
-    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. An automatic budget
-    lets the n-grams draft alone where the learned drafter's pass does not pay. Raises ValueError if an option is out of
-    range, or the learned drafter samples its drafts.
+    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. Raises ValueError if
+    an option is out of range, or the learned drafter samples its drafts.
 
     Args:
         learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
@@ -121,8 +120,6 @@ class Merged(Drafter):
         num_nodes: Largest number of nodes of the merged tree.
         min_probability: A node whose estimated probability is below this is not fed.
     """
-
-    learned_rests = False  # the n-grams draft alone meanwhile; an automatic budget sets it where they pay better
 
     def __init__(
         self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
@@ -181,10 +178,8 @@ class Merged(Drafter):
         if min(room, max_depth) < 1:
             self.ngrams.expect(DraftTree(), [root.contexts])
             return DraftTree()
-        learned = DraftTree()
-        if not self.learned_rests:
-            # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
-            learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
+        # Its whole tree, whatever the limit: the nodes that are most probable in view of both are taken.
+        learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
         self.draft_forwards = self.learned.draft_forwards
         learned_children = _conditional_probabilities(learned)
         tokens: list[int] = []

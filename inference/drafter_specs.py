@@ -1,4 +1,4 @@
-"""Drafters by name: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``, ``joint:num_nodes=auto``."""
+"""Drafters by name: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from data.files import read_json, reading
 from data.tokenizer import find_folder
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.protocol import Drafter, LearnedDrafter, NoDrafter, RequiredOutputs
+from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs
 from drafters.registry import Registration, find_class, learned, register, registered
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
-from inference.budget import Budgeted
 from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base, tokenizer_hash
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
@@ -28,8 +27,6 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session
 
-AUTO = "num_nodes", "auto"
-AUTO_NODES = 64  # what num_nodes=auto raises a drafter's number of nodes to
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
 
@@ -80,11 +77,6 @@ def labels(specs: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def is_auto(spec: str) -> bool:
-    """Whether a spec says ``num_nodes=auto``: how many draft tokens a step feeds then depends on measured times."""
-    return AUTO in split(spec).pairs
-
-
 def known() -> str:
     """The names of all drafters, each with what it needs, for messages."""
     usages = []
@@ -109,13 +101,11 @@ def make(spec: str, runner: Runner) -> Drafter:
     parts, base = split(spec), runner.base
     build, learned_class = parts.registration.build, parts.registration.learned_class
     if learned_class:
-        drafter: Drafter = _make_learned(parts, base)
-    elif _reads_model(parts.registration):
+        return _make_learned(parts, base)
+    if _reads_model(parts.registration):
         _check_file(parts)
-        drafter = build(runner, parts.file, **_typed(parts, _defaults(build)))
-    else:
-        drafter = _builder_without_model(parts, base)()
-    return Budgeted(drafter) if is_auto(spec) and build is not NoDrafter else drafter
+        return build(runner, parts.file, **_typed(parts, _defaults(build)))
+    return _builder_without_model(parts, base)()
 
 
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
@@ -165,16 +155,13 @@ def _defaults(build: Callable[..., Drafter]) -> dict[str, Any]:
 
 
 def _typed(parts: Spec, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a spec, each of the type of its default; ``num_nodes=auto`` raises the default number."""
+    """The options of a spec, each of the type of its default."""
     values: dict[str, Any] = {}
     for key, value in parts.pairs:
-        if (key, value) == AUTO:
-            values |= {key: max(defaults[key], AUTO_NODES)} if key in defaults else {}
-        elif key not in defaults or not value:
+        if key not in defaults or not value:
             given = f"{key}={value}" if value else key
             raise ValueError(f"{parts.name} takes {', '.join(defaults) or 'no arguments'}; not {given!r}")
-        else:
-            values[key] = _value(key, value, type(defaults[key]))
+        values[key] = _value(key, value, type(defaults[key]))
     return values
 
 

@@ -33,7 +33,7 @@ LAYERS = {
         block ctc hydra
     """,
     "inference": """
-        budget journal runs sandbox timing
+        journal runs sandbox timing
         verifier
         indexes prompts regenerate
         drafter_specs questions

@@ -19,7 +19,6 @@ import torch
 from data.benchmarks import Question
 from data.files import read_json_lines, reading, validated, write_text
 from data.templates import decode_answer
-from inference.budget import Budgeted
 from inference.prompts import encode_question
 from inference.timing import MIN_CORE_SHARE
 from inference.verifier.base import Base
@@ -174,10 +173,9 @@ def answer_questions(
         may_repeat = base.model.device.type != "cuda" and not remembers
         answer = retry_if_descheduled(decode_it, 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1)
         num_spare -= answer.decodings - 1
-        with_steps = not isinstance(sessions[name].drafter, Budgeted)
         if not before:
             yield (index, name), answer
-        elif comparable(answer, with_steps) != comparable(before, with_steps):
+        elif comparable(answer) != comparable(before):
             warnings.warn(
                 f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
                 "not deterministic on this device, so the results may differ from those of an uninterrupted run",
@@ -194,14 +192,9 @@ def retry_if_descheduled(decode_it: Callable[[], Answer], limit: int) -> Answer:
     return replace(answer, decodings=num_decodings)
 
 
-def comparable(answer: Answer, with_steps: bool = True) -> list[Any]:
-    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic.
-
-    With an automatic budget the step counts depend on the clock, and are left out.
-    """
+def comparable(answer: Answer) -> list[Any]:
+    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic."""
     tokens = [turn.token_ids for turn in answer.turns]
-    if not with_steps:
-        return [tokens]
     steps = [[(step.emitted, step.accepted, step.fed, step.draft_forwards) for step in t.steps] for t in answer.turns]
     return [tokens, steps]
 

@@ -129,8 +129,7 @@ def differing_conditions(before: EvaluationResults, after: EvaluationResults) ->
     ours, its = before.conditions, after.conditions
     caps = [(name, before.cap(name), after.cap(name)) for name in before.summaries if name in after.summaries]
     lengths = [f"length cap of {name}: {own} and {other}" for name, own, other in caps if own != other]
-    matched = {own.drafter: other.drafter for own, other in (each.sides for each in _pairings(before, after))}
-    return differing(ours, its, matched) + lengths
+    return differing(ours, its) + lengths
 
 
 def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pairing]:

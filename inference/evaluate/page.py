@@ -108,8 +108,6 @@ def remarks(summary: Summary, drafter: DrafterConditions | None) -> str:
         lines.append("speed-up by wall time")
     elif error is None or error > MAX_TIMING_ERROR:
         lines.append("timing error unknown" if error is None else f"timing ± {100 * error:.0f} %")
-    if drafter and drafter.is_automatic:
-        lines.append("automatic budget: acceptance depends on times")
     return "; ".join(lines)
 
 

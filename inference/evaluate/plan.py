@@ -33,7 +33,6 @@ class DrafterConditions:
 
     spec: str  # or the address of a server
     fingerprint: str = ""  # of its folder or file; empty if it has none
-    is_automatic: bool = False  # whether the number of fed tokens depends on times
     is_lossy: bool = False  # whether its drafts are accepted by typical acceptance
 
 
@@ -90,11 +89,10 @@ class RunConditions:
         }
 
 
-def differing(ours: RunConditions, its: RunConditions, drafters: Mapping[str, str]) -> list[str]:
+def differing(ours: RunConditions, its: RunConditions) -> list[str]:
     """One line for each condition, such as the dtype, in which two evaluations differ.
 
-    Bases are the same if their files have the same fingerprint, and are compared by name where one has none. The
-    drafters that are compared are given by their names in either evaluation: their budgets must be of one kind.
+    Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
     """
     lines = []
     if ours.base_fingerprint and its.base_fingerprint:
@@ -104,11 +102,6 @@ def differing(ours: RunConditions, its: RunConditions, drafters: Mapping[str, st
         lines.append(f"base: {ours.base} and {its.base}")
     pairs = zip(ours.same().items(), its.same().values(), strict=True)
     lines += [f"{name}: {own} and {other}" for (name, own), other in pairs if own != other]
-    for name, other in drafters.items():
-        found = ours.drafters.get(name), its.drafters.get(other)
-        kinds = ["automatic" if drafter.is_automatic else "fixed" for drafter in found if drafter]
-        if len(set(kinds)) > 1:
-            lines.append(f"budget of {' → '.join(dict.fromkeys((name, other)))}: {kinds[0]} and {kinds[1]}")
     return lines
 
 
@@ -179,8 +172,7 @@ def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str,
     for name, spec in labels.items():
         file, is_lossy = drafter_specs.split(spec)[1], typical and spec != BASELINE
         own = fingerprint(drafter_specs.drafter_folder(file)) if file else ""
-        is_automatic = drafter_specs.is_auto(spec)
-        found[name + LOSSY * is_lossy] = DrafterConditions(spec, own, is_automatic, is_lossy)
+        found[name + LOSSY * is_lossy] = DrafterConditions(spec, own, is_lossy)
     return found
 
 

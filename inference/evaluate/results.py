@@ -55,7 +55,6 @@ class Run:
             "drafters": "; ".join(f"{name}: {each.spec}{prints[name]}" for name, each in own.drafters.items()),
             "length caps": ", ".join(f"{cap} tokens ({name})" for name, cap in own.caps.items()),
             "questions decoded": ", ".join(f"{count} times ({name})" for name, count in run.repeats.items()),
-            "automatic budgets": ", ".join(name for name, each in own.drafters.items() if each.is_automatic),
             "machine": ", ".join(f"{name} {value}" for name, value in load.items()),
             "versions": ", ".join(f"{name} {version}" for name, version in own.versions.items()),
             "programs in the answers": "were run in bubblewrap" * run.ran_code,
@@ -154,10 +153,10 @@ def read_all(folders: Sequence[str]) -> list[EvaluationResults]:
 
 
 def is_comparable(results: EvaluationResults, other: EvaluationResults) -> bool:
-    """Whether the conditions are equal and, in what both contain, benchmarks, budgets and the baseline's answers."""
+    """Whether the conditions are equal and, in what both contain, benchmarks, drafters and the baseline's answers."""
     ours, its = results.conditions, other.conditions
     shared = results.summaries.keys() & other.summaries.keys()
-    if differing(ours, its, {name: name for name in ours.drafters}):
+    if differing(ours, its):
         return False
     if any(ours.benchmarks[name] != its.benchmarks[name] for name in shared):
         return False

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import count
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -227,10 +226,10 @@ class CollectedAnswers:
                     f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after {num_repeats} "
                     f"repeats: {', '.join(told)}"
                 )
-            for drafter, own in self.plan.conditions.drafters.items():
-                key = partial(comparable, with_steps=not own.is_automatic)
+            for drafter in self.plan.drafters:
                 rounds = zip(*self.repeats(benchmark, drafter), strict=True)
-                if ids := [first.question_id for first, *again in rounds if any(key(b) != key(first) for b in again)]:
+                kinds = {first.question_id: list(map(comparable, (first, *again))) for first, *again in rounds}
+                if ids := [number for number, own in kinds.items() if any(each != own[0] for each in own)]:
                     lines.append(
                         f"{drafter} decodes {len(ids)} questions of {benchmark} differently in different repeats, "
                         f"question {ids[0]} first: decoding is not deterministic on this device"

@@ -10,7 +10,6 @@ from drafters import DraftTree
 from drafters.merged import combine
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.joint import extended
-from inference.budget import Budgeted
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
@@ -106,17 +105,6 @@ def test_the_tree_holds_the_most_probable_of_all_continuations(seed):
     assert by_both & paths.keys() and paths.keys() - by_both, "both drafters have nodes in it"
 
 
-def test_without_its_module_the_tree_is_that_of_the_n_grams_alone():
-    merged, seq = trained(random.Random(3), random_tree(random.Random(3)), num_nodes=12, min_probability=1e-9)
-    asked, expected = len(merged.learned.asked), enumerate_paths(merged, seq, DraftTree())
-    merged.learned_rests = True
-    tree = merged.propose(seq, Limits(DEPTH))
-    paths = {tuple(tree.path_tokens(node)): tree.probabilities[node] for node in range(len(tree))}
-    assert len(merged.learned.asked) == asked
-    assert paths and paths == pytest.approx({path: expected[path] for path in paths})
-    assert sorted(paths.values(), reverse=True) == pytest.approx(sorted(expected.values(), reverse=True)[: len(paths)])
-
-
 def test_smaller_budgets_and_thresholds_take_the_first_nodes_of_the_same_tree():
     rng = random.Random(1)
     learned = random_tree(rng)
@@ -169,7 +157,6 @@ def test_the_text_is_the_bases_own_and_a_useless_learned_drafter_hardly_harms(ps
             drafters.NoDrafter(),
             drafters.Joint(num_nodes=8),
             drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint(), num_nodes=8),
-            Budgeted(drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint())),
         )
     )
     assert joint.tokens == text.tokens and all(each.tokens == text.tokens for each in merged)

@@ -8,7 +8,6 @@ import torch
 import drafters
 from drafters import DraftTree, RequiredOutputs, recipe
 from drafters.protocol import TrainingBatch
-from inference.budget import SIZES, BudgetController
 from inference.verifier.base import load_base
 
 
@@ -169,27 +168,3 @@ def make_drafter(make_random_ctc):
         return others[name]()
 
     return make
-
-
-class Scripted(BudgetController):
-    """Asks for and feeds any number of nodes, none for stretches of steps, and keeps what it is told.
-
-    Now and then it asks for a draft without the learned part, if the drafter has such drafts.
-    """
-
-    def __init__(self, seed=0):
-        super().__init__()
-        self.rng, self.told, self.pause, self.coin = random.Random(seed), [], 0, random.Random(seed)
-
-    def request(self, most=SIZES[-1]):
-        self.learned_rests = self.coin.random() < 0.3
-        if self.rng.random() < 0.2:
-            self.pause = self.rng.randrange(4)
-        self.pause -= 1
-        return min(most, 0 if self.pause >= 0 else self.rng.choice([1, 3, 9, 1024]))
-
-    def cut(self, num_nodes, probabilities=()):
-        return self.rng.randrange(num_nodes + 1) if probabilities else num_nodes
-
-    def observe(self, path, num_emitted, draft_seconds, base_seconds):
-        self.told.append((len(path), num_emitted))

@@ -11,7 +11,6 @@ import drafters
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference import drafter_specs
-from inference.budget import Budgeted
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -67,25 +66,6 @@ def test_arguments_take_the_type_of_their_default(base):
 
 
 @pytest.mark.parametrize(
-    ("spec", "num_nodes", "is_whole"),
-    [
-        ("joint:num_nodes=auto,order=2", 64, False),
-        ("token_recycling:num_nodes=auto", 80, False),
-        ("anpd:num_nodes=auto", None, False),
-        ("lookahead:num_nodes=auto", None, True),
-        ("self_speculative:temperature=1.0,num_nodes=auto", None, False),
-    ],
-)
-def test_an_automatic_number_of_nodes_is_a_budget_and_raises_the_drafters_own_number(base, spec, num_nodes, is_whole):
-    drafter = drafter_specs.make(spec, Runner(base))
-    assert isinstance(drafter, Budgeted) and drafter.controller.is_whole == is_whole and drafter_specs.is_auto(spec)
-    assert getattr(drafter.drafter, "num_nodes", None) == num_nodes
-    plain = spec.replace("num_nodes=auto,", "").replace(":num_nodes=auto", "").replace(",num_nodes=auto", "")
-    assert type(drafter_specs.make(plain, Runner(base))) is type(drafter.drafter) and not drafter_specs.is_auto(plain)
-    assert type(drafter_specs.make("none:num_nodes=auto", Runner(base))) is drafters.NoDrafter
-
-
-@pytest.mark.parametrize(
     ("spec", "said"),
     [
         *((spec, "is no drafter") for spec in ("", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1")),
@@ -114,8 +94,6 @@ def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
     assert type(merged.learned) is drafters.CTC and merged.min_probability == 0.001
     result = Session(runner, merged).run([5, 6, 7], 8)
     assert result.tokens == Session(runner, drafter_specs.make("none", runner)).run([5, 6, 7], 8).tokens
-    automatic = drafter_specs.make(f"merged={folder}:num_nodes=auto", runner)
-    assert automatic.drafter.num_nodes == 64 and automatic.controller.learned_may_rest
     assert "num_nodes must be at least 1" in refusal(f"merged={folder}:num_nodes=0", base)
     drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
     assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)

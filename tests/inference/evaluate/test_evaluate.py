@@ -117,16 +117,6 @@ def only(plan, names):
 
 
 @pytest.mark.slow
-def test_an_automatic_budget_gives_the_same_texts_and_is_recorded(run, whole, tmp_path):
-    recorded = folders.read(run(tmp_path / "auto", ["anpd", "prompt_lookup:num_nodes=auto"]))
-    kinds = {name: drafter.is_automatic for name, drafter in recorded.conditions.drafters.items()}
-    assert kinds == {"none": False, "anpd": False, "prompt_lookup:num_nodes=auto": True}
-    tokens = {name: [answer[0] for key, answer in texts(whole).items() if key[0] == name] for name in ("none", "anpd")}
-    assert tokens["none"] == [answer[0] for key, answer in texts(tmp_path / "auto").items() if "auto" in key[0]]
-    assert "automatic budgets: prompt_lookup:num_nodes=auto" in (tmp_path / "auto" / "results.md").read_text()
-
-
-@pytest.mark.slow
 def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, tmp_path):
     content = (whole / "journal" / "1.jsonl").read_bytes()
     first = content.index(b"\n") + 1
@@ -206,8 +196,6 @@ def test_invalid_arguments_with_overwrite_leave_the_old_results(run, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
     with pytest.raises(ValueError, match="unknown drafter"):
         run(whole, specs=["nonsense"], overwrite=True)
-    with pytest.raises(ValueError, match="the text would depend on the clock"):
-        run(whole, specs=["anpd:num_nodes=auto"], typical=True, temperature=1.0, overwrite=True)
     for wrong in ({"repeats": 0}, {"devices": 0}, {"limit": 0}, {"server": ["vllm"], "concurrency": [0]}):
         with pytest.raises(ValueError, match="at least 1"):
             run(whole, **wrong)

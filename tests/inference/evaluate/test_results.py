@@ -79,7 +79,6 @@ def test_runs_of_a_server_are_merged_by_drafter_and_requests_at_once(make, answe
         ({"versions": {"torch": "2.14"}}, True),
         ({"cap": 99}, False),
         ({"benchmarks": {"mt_bench": BenchmarkConditions("def", 9)}}, False),
-        ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_automatic=True)}}, False),
         ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}}, False),
     ],
 )

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 import drafters
 from drafters import recipe
 from drafters.protocol import Limits
-from inference.budget import Budgeted
 from inference.verifier import compiled
 from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
@@ -22,7 +21,6 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import PHASES, Session
 from inference.verify import first_divergence
-from tests.inference.conftest import Scripted
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
 
 LENGTH = 26
@@ -339,13 +337,14 @@ def test_a_node_budget_does_not_change_the_text(session, make_base, monkeypatch,
 
 @each_drafter
 @pytest.mark.parametrize("sampler", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
-def test_an_automatic_budget_does_not_change_the_text(session, make_base, name, sampler):
-    """Whatever it decides: to draft nothing for some steps, to ask for few nodes, to cut a draft."""
-    base, prompt = make_base(predictable=True), prompt_of(5)
+def test_limits_that_change_from_step_to_step_do_not_change_the_text(session, make_base, name, sampler):
+    base, prompt, limits = make_base(predictable=True), prompt_of(5), random.Random(1)
     truth = alone(base, prompt, LENGTH, sampler=sampler)
     writing = session(name, Runner(base), prompt, truth, sampler)
-    writing.drafter = Budgeted(writing.drafter, Scripted(seed=1))
-    assert writing.run(prompt, LENGTH).tokens == truth
+    writing.begin(prompt)
+    while len(writing.seq) < len(prompt) + LENGTH:
+        writing.step(len(prompt) + LENGTH, max_nodes=limits.choice([0, 0, 1, 3, 9, 1024]))
+    assert writing.seq[len(prompt) :] == truth
 
 
 @pytest.mark.parametrize("name", ["ctc", "ctc_deep", "block", "medusa", "hydra++", "eagle", "eagle3"])

@@ -20,10 +20,15 @@ from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees.search import Candidates, SearchLimits, search
 
+OVER_FRAMES = ("paper", "frames")  # trees that are collapsed after the search
+
 
 @dataclass(frozen=True)
 class CTCTrunkOptions(TrunkOptions):
-    """The network of the CTC drafter; one layer over the last hidden state without a Markov bias is the paper's.
+    """The network of the CTC drafter.
+
+    As in the paper, by default it is one layer over the last hidden state without a Markov bias. The learned frame
+    embeddings, and the root's embedding in every frame, are ours: the paper does not say what its frames are made from.
 
     Args:
         blank_bias: Initial value of the blank's bias; a negative one keeps training away from all-blank frames.
@@ -43,8 +48,8 @@ class CTCDraftOptions(ParallelDraftOptions):
     """How the CTC drafter's frames become a draft tree; decoding may change these options.
 
     Args:
-        tree: ``prefix``, the most probable collapsed prefixes; ``paper``, the most probable frame sequences, collapsed
-            afterwards; or ``chain``, the most probable single path.
+        tree: ``prefix``, the most probable collapsed prefixes; ``paper``, the most probable sequences of all frames,
+            collapsed afterwards; ``frames``, the same of any number of frames; or ``chain``, the most probable path.
         draws: Number of texts that decoding samples from the frames instead of building ``tree``, for exact rejection
             sampling; 0 for none. Of the other options only ``num_nodes`` applies then. Validation and simulation always
             use ``tree``.
@@ -52,7 +57,7 @@ class CTCDraftOptions(ParallelDraftOptions):
         draw_seed: Selects other samples for the same request; the text follows the same distribution.
     """
 
-    tree: Literal["prefix", "paper", "chain"] = "prefix"
+    tree: Literal["prefix", "paper", "frames", "chain"] = "prefix"
     draws: int = 0
     draw_temperature: float = 1.0
     draw_seed: int = 0
@@ -87,13 +92,13 @@ class CTC(ParallelDrafter):
     ) -> None:
         if trunk.num_frames < loss.num_labels:
             raise ValueError(f"num_frames ({trunk.num_frames}) must be at least num_labels ({loss.num_labels})")
-        if draft.tree == "paper" and not trunk.merge_repeats:
+        if draft.tree in OVER_FRAMES and not trunk.merge_repeats:
             raise ValueError(
-                "the paper's tree merges repeats, which this drafter does not: set tree to prefix or chain"
+                f"tree {draft.tree} merges repeats, which this drafter does not: set tree to prefix or chain"
             )
-        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability):
+        if draft.tree in OVER_FRAMES and (trunk.markov_rank or draft.min_probability):
             raise ValueError(
-                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank and "
+                f"tree {draft.tree} has no bias between tokens and no node probabilities: leave out markov_rank and "
                 "min_probability, or set tree to prefix"
             )
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
@@ -124,8 +129,8 @@ class CTC(ParallelDrafter):
         return torch.cat([super().logits(frames, base_weights), blank[..., None]], dim=-1)
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
-        if self.draft_options.tree == "paper":
-            return paper_trees(candidates, limits)
+        if self.draft_options.tree in OVER_FRAMES:
+            return paper_trees(candidates, limits, same_length=self.draft_options.tree == "paper")
         return search(candidates, limits, self.merge_repeats)
 
     def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:

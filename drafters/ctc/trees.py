@@ -14,24 +14,34 @@ from drafters.trees.search import Candidates, SearchLimits, search
 
 # ---- the paper's tree
 
+BLANK = -1  # in a tree over frames
 
-def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
-    """The texts of the ``num_nodes`` most probable frame sequences (CTC-drafter, section 3.3).
 
-    A frame sequence of length t chooses a token or the blank in each of the frames 1..t; its probability is the product
-    of its choices. The most probable sequences, of any length, form a tree over frames, which is then collapsed. Unlike
-    in the original code the result is a tree of texts: neither blanks nor duplicates are fed, and a node's depth is its
-    position in the text. Merged paths waste node budget, so usually fewer than ``num_nodes`` nodes are fed.
+def paper_trees(candidates: Candidates, limits: SearchLimits, same_length: bool = True) -> list[DraftTree]:
+    """The texts of the most probable frame sequences, as many as fit into ``num_nodes`` nodes (CTC-drafter, section 3).
+
+    The trees of `raw_trees` are collapsed and then pruned. Unlike in the original code the result is a tree of texts:
+    neither blanks nor duplicates are fed, and a node's depth is its position in the text. Merged paths waste node
+    budget, so usually fewer than ``num_nodes`` nodes are fed.
+    """
+    trees = (collapsed(tree, BLANK) for tree in raw_trees(candidates, limits.num_nodes, same_length))
+    return [tree.pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in trees]
+
+
+def raw_trees(candidates: Candidates, num_nodes: int, same_length: bool = True) -> list[DraftTree]:
+    """Trees over frames, whose paths choose a token or the blank in each of the frames 1..t.
+
+    The probability of a frame sequence is the product of its choices. With ``same_length`` the paths are the most
+    probable sequences of all T frames, as "all the raw sequences keep the same length" (section 3.1); only the last one
+    is cut where the tree is full. Otherwise they are the most probable sequences of any length.
     """
     tokens, probs, blank, _ = candidates
     assert blank is not None, "the paper's tree has blanks"
     symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)  # (A, C + 1)
-    frames = Candidates(symbols, np.concatenate([probs, blank[..., None]], axis=2))
-    sequences = search(frames, SearchLimits(limits.num_nodes, probs.shape[1]))
-    return [collapsed(tree, BLANK).pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in sequences]
-
-
-BLANK = -1  # in a tree over frames
+    frames = np.concatenate([probs, blank[..., None]], axis=2)
+    if same_length:  # a node then counts with the probability of its best completion, in units of the best sequence's
+        frames /= frames.max(2, keepdims=True)
+    return search(Candidates(symbols, frames), SearchLimits(num_nodes, probs.shape[1]))
 
 
 def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:

@@ -35,6 +35,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"tree": "chain", "markov_rank": 3},
         {"markov_rank": 3, "markov_factors": "base"},
         {"tree": "paper"},
+        {"tree": "frames"},
         {"root_everywhere": False},
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},

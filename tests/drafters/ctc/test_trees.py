@@ -25,20 +25,17 @@ def random_frames(num_frames, vocab, seed=0):
     return distribution[:, :-1], distribution[:, -1]
 
 
-def paper_tree(probs, blank, limits):
-    return paper_trees(Candidates(np.arange(probs.shape[1])[None], probs[None], blank[None]), limits)[0]
-
-
-def literal(probs, blank, limits):
-    """Collapse and merge the ``num_nodes`` most probable frame sequences of any length."""
+def literal(probs, blank, limits, same_length):
+    """Collapse and merge the most probable frame sequences, as many as fit into a tree of ``num_nodes`` frames."""
     choices = [[*enumerate(row), (None, none)] for row, none in zip(probs, blank, strict=True)]
     sequences = []
-    for length in range(1, len(probs) + 1):
+    for length in [len(probs)] if same_length else range(1, len(probs) + 1):
         for picks in product(*choices[:length]):
             sequences.append((np.prod([p for _, p in picks]), [symbol for symbol, _ in picks]))
     sequences.sort(key=lambda pair: -pair[0])
+    begun = dict.fromkeys(tuple(symbols[:end]) for _, symbols in sequences for end in range(1, len(symbols) + 1))
     texts = []
-    for _, symbols in sequences[: limits.num_nodes]:
+    for symbols in [*begun][: limits.num_nodes]:
         text, last = [], None
         for symbol in symbols:
             if symbol not in (last, None):
@@ -50,16 +47,17 @@ def literal(probs, blank, limits):
     return DraftTree.from_paths(texts)
 
 
+@pytest.mark.parametrize("same_length", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3), (5, 2), (6, 1), (0, 3)])
 @pytest.mark.parametrize("num_nodes", [0, 1, 3, 10, 60, 5000])
 @pytest.mark.parametrize("max_depth, eos", [(9, ()), (2, ()), (0, ()), (9, {0, 2})])
-def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_nodes, max_depth, eos):
+def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_nodes, max_depth, eos, same_length):
     limits = SearchLimits(num_nodes, max_depth, eos)
     for seed in range(3):
-        frames = random_frames(*shape, seed)
-        tree = paper_tree(*frames, limits)
+        probs, blank = random_frames(*shape, seed)
+        (tree,) = paper_trees(Candidates(np.arange(shape[1])[None], probs[None], blank[None]), limits, same_length)
         tree.validate(vocab_size=5)
-        assert tree == literal(*frames, limits) and len(tree) <= num_nodes
+        assert tree == literal(probs, blank, limits, same_length) and len(tree) <= num_nodes
 
 
 # ---- drawn trees

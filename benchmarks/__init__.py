@@ -12,5 +12,5 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 - checkpoints/tiny-chat: `pretrain` (its tokenizer, its training and its folder)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation
-of several arms) and `paper_table2` (draft trees from frames). Scripts behind older tables are at commit dda4815.
+of several arms) and `paper_table2` (that table, decoded live). Scripts behind older tables are at commit dda4815.
 """

@@ -91,7 +91,7 @@ def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
         return {"dynamic": {"num_nodes": BUDGETS[-1]}}
     trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
     if arm.drafter == "CTC" and paper_table2.fits(arm):
-        trees.append("paper")
+        trees += ["frames", "paper"]
     return {tree: {"tree": tree, "num_nodes": BUDGETS[-1]} for tree in trees}
 
 
@@ -130,7 +130,7 @@ def learned_drafters(
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm; several give learning curves.
         features: Feature store of the training text, from `drafters features`.
-        table2: Also make Table 2 of the CTC paper, from the Medusa, Block and CTC drafters without a bias.
+        table2: Also make Table 2 of the CTC paper, decoded live: the Medusa, Block and CTC drafters without a bias.
         table: Markdown file to write the tables to.
         figure: PNG file for the learning curves.
     """

@@ -283,6 +283,8 @@ class Medusa(HeadDrafter):
         draft: The draft tree.
     """
 
+    search = staticmethod(search)  # makes the draft trees of candidates on the host
+
     def __init__(
         self,
         base: BaseShape,
@@ -320,4 +322,4 @@ class Medusa(HeadDrafter):
             return [tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) for tree in trees]
         num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
         search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
-        return search(Candidates(own, shown), search_limits)
+        return self.search(Candidates(own, shown), search_limits)

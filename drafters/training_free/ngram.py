@@ -119,12 +119,13 @@ class ANPD(_NgramIndex):
         order: N, number of tokens of the longest n-gram.
         num_draft: K, largest number of tokens drafted per step.
         update: Whether emitted tokens are added to the tables. If false, only the n-grams of the prompt are used.
+        multi_level: Whether all orders have tables. If false, only order N has one, as in the paper's Figure 10.
     """
 
-    def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True) -> None:
+    def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True, multi_level: bool = True) -> None:
         check_at_least(2, order=order)
         check_at_least(1, num_draft=num_draft)
-        super().__init__(shortest=2, longest=order)
+        super().__init__(shortest=2 if multi_level else order, longest=order)
         self.order, self.num_draft, self.update = order, num_draft, update
 
     def _clear(self) -> None:

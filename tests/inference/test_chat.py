@@ -250,7 +250,7 @@ def test_mistakes_are_reported_in_one_line_and_the_chat_continues(talk):
         "/nope": "there is no command /nope: /help lists them all",
         "/drafter": "the drafter is anpd; known are anpd, ",
         "/drafter nix": "unknown drafter 'nix'; known are anpd, ",
-        "/drafter anpd:ordr=3": "anpd takes order, num_draft, update; not 'ordr=3'",
+        "/drafter anpd:ordr=3": "anpd takes order, num_draft, update, multi_level; not 'ordr=3'",
         "/drafter ctc=nowhere": "no drafter at nowhere",
         "/max": "the maximum number of tokens must be a whole number of at least 1, not ''",
         "/max -1": "a whole number of at least 1, not '-1'",

@@ -74,7 +74,7 @@ def test_arguments_take_the_type_of_their_default(base):
         ("ctc", "needs its folder"),
         ("ctc:num_nodes=3", "needs its folder"),
         ("ctc=no/such/folder", "no drafter at"),
-        ("anpd:wings=2", "anpd takes order, num_draft, update; not 'wings=2'"),
+        ("anpd:wings=2", "anpd takes order, num_draft, update, multi_level; not 'wings=2'"),
         ("anpd:order=4,", "not ''"),
         ("none:order=4", "takes no arguments"),
         ("anpd:order=four", "order must be int, not 'four'"),

@@ -22,8 +22,8 @@ def chain(tree):
 class SlowANPD:
     """Algorithms 1 and 2 of the ANPD paper: one table for each order, counted once (the last of equals wins)."""
 
-    def __init__(self, order, num_draft):
-        self.order, self.num_draft = order, num_draft
+    def __init__(self, order, num_draft, multi_level=True):
+        self.order, self.num_draft, self.multi_level = order, num_draft, multi_level
 
     def begin(self, prompt):
         self.text, self.tables = [], {n: {} for n in range(2, self.order + 1)}
@@ -40,7 +40,7 @@ class SlowANPD:
                     counts[token] = counts.get(token, 0) + 1
 
     def ask(self, history):
-        for n in range(self.order, 1, -1):
+        for n in range(self.order, 1, -1) if self.multi_level else [self.order]:
             counts = self.tables[n].get(tuple(history[-(n - 1) :])) if len(history) >= n - 1 else None
             if counts:
                 best = None
@@ -105,17 +105,19 @@ class Watched(list):
 EVERY = [
     ("anpd", lambda: ANPD(order=4, num_draft=6)),
     ("anpd of order 2", lambda: ANPD(order=2, num_draft=3)),
+    ("anpd without levels", lambda: ANPD(order=3, num_draft=6, multi_level=False)),
     ("prompt lookup", lambda: PromptLookup(3, 5)),
     ("original prompt lookup", lambda: PromptLookup(2, 4, partial=False)),
 ]
 each_drafter = pytest.mark.parametrize("make", [make for _, make in EVERY], ids=[name for name, _ in EVERY])
 
 
+@pytest.mark.parametrize("multi_level", [True, False])
 @pytest.mark.parametrize("order", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(8))
-def test_anpd_drafts_the_tokens_of_its_tables(order, seed):
+def test_anpd_drafts_the_tokens_of_its_tables(order, seed, multi_level):
     rng = random.Random(seed)
-    fast, slow = ANPD(order, num_draft=6), SlowANPD(order, num_draft=6)
+    fast, slow = (kind(order, num_draft=6, multi_level=multi_level) for kind in (ANPD, SlowANPD))
     for _ in range(2):  # a second text must not depend on the first
         seq = words(rng, rng.choice([1, 2, 3, 30]), vocab=4)
         fast.begin(seq)

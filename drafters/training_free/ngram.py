@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from drafters.checks import check_at_least
-from drafters.protocol import Drafter, Limits
+from drafters.protocol import Drafter, Limits, StepResult
 from drafters.registry import register
 from drafters.tree import DraftTree
 
@@ -128,6 +128,17 @@ class ANPD(_NgramIndex):
         super().__init__(shortest=2 if multi_level else order, longest=order)
         self.order, self.num_draft, self.update = order, num_draft, update
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        self._length = len(prompt)  # of the text, as far as prompts and steps have shown it
+
+    def observe(self, step: StepResult) -> None:
+        self._length += len(step.emitted)
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self._length = min(self._length, length)
+
     def _clear(self) -> None:
         self._counts: dict[Gram, tuple[int, int]] = {}  # n-gram -> its count and the end of its first occurrence
         self._best: dict[Gram, tuple[int, int, int]] = {}  # context -> the greatest (count, first end, token)
@@ -152,8 +163,9 @@ class ANPD(_NgramIndex):
             del self._best[gram[:-1]]
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        if self.update:
+        if self.update or len(seq) > self._length:  # tokens that no step emitted: the prompt of a resumed text
             self._read(seq)
+            self._length = len(seq)
         draft: list[int] = []
         context = tuple(seq[1 - self.order :])
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)

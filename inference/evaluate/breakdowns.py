@@ -36,6 +36,7 @@ class DraftCounts:
         return {
             "fed_per_step": quotient(self.fed, self.steps),
             "hit_ratio": quotient(self.accepted, self.drafted),
+            "accepted_per_step": quotient(self.accepted, self.steps),
             "fed_per_token": quotient(self.fed, self.emitted),
             "wasted_per_token": quotient(self.fed - self.steps - self.accepted, self.emitted),
             "conventions": self.by_convention(),

@@ -41,7 +41,8 @@ class Acceptance:
     fed_per_step: float | None = None  # mean number of tokens fed to the base per step
     scratch_per_step: float | None = None  # of them, those that could not be accepted
     draft_forwards_per_step: float | None = None  # forwards of a draft module or model
-    hit_ratio: float | None = None  # accepted / fed draft tokens (ANPD's alpha, section 4.5)
+    hit_ratio: float | None = None  # accepted / fed draft tokens, the draft efficiency
+    accepted_per_step: float | None = None  # accepted draft tokens / base forwards: ANPD's alpha (section 4.5) times K
     fed_per_token: float | None = None  # tokens fed for each emitted token
     wasted_per_token: float | None = None  # of them, those that are neither a root nor accepted
     rates: list[PositionRate] = field(default_factory=list)  # by draft position, up to the last that was ever accepted

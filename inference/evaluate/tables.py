@@ -203,17 +203,18 @@ def drafts_table(by_drafter: Mapping[str, Summary]) -> Table:
     rows = []
     for summary in measured:
         own, rates = summary.acceptance, summary.acceptance.rates[:deepest]
-        cells = [number(_percent(own.hit_ratio), 1, " %"), number(own.wasted_per_token), number(own.fed_per_token)]
+        ratios = [own.accepted_per_step, own.wasted_per_token, own.fed_per_token]
+        cells = [number(_percent(own.hit_ratio), 1, " %"), *map(number, ratios)]
         for first, estimates in (
             ([summary.name, *cells], [rate.rate for rate in rates]),
-            (["given the one before", "", "", ""], [rate.conditional for rate in rates]),
+            (["given the one before", "", "", "", ""], [rate.conditional for rate in rates]),
         ):
             estimates += [UNKNOWN] * (deepest - len(rates))
-            small = {at: _interval(each.interval) for at, each in enumerate(estimates, 4)}
+            small = {at: _interval(each.interval) for at, each in enumerate(estimates, 5)}
             rows.append(Row([*first, *(number(each.value) for each in estimates)], small=small))
     return Table(
         "Draft tokens, and the share of steps that accept the draft token at position 1, 2, ...",
-        ["drafter", "draft efficiency", "wasted/token", "fed/token", *map(str, range(1, deepest + 1))],
+        ["drafter", "draft efficiency", "accepted/step", "wasted/token", "fed/token", *map(str, range(1, deepest + 1))],
         rows,
         "Second row: the share of the steps that accepted the position before. Efficiency: accepted / drafted tokens. "
         "Wasted: fed in vain for each emitted token. Fed: for each emitted token, 1 without a drafter.",

@@ -21,6 +21,17 @@ def test_rows_are_selected_as_python_slices_do(file, rows):
     assert [question.question_id for question in questions] == expected
 
 
+def test_a_random_sample_depends_on_its_seed_alone_and_takes_every_row_as_often(file):
+    def sample(rows):
+        return [each.question_id for each in QuestionOptions([f"mt_bench={file}"], rows=rows).load()["mt_bench"]]
+
+    samples = [sample(f"random:5:{seed}") for seed in range(300)]
+    assert samples[:9] == [sample(f"random:5:{seed}") for seed in range(9)] and samples[0] == sample("random:5")
+    assert all(len(set(each)) == 5 and each == sorted(each) for each in samples)
+    assert all(90 < sum(row in each for each in samples) < 160 for row in range(3, 15))  # 125 are expected
+    assert sample("random:99") == list(range(3, 15))
+
+
 def test_each_benchmark_has_its_own_file_style_and_cap(file):
     options = QuestionOptions([f"mt_bench={file}", f"file={file}", "embedded"], limit=2)
     assert options.files() == {"mt_bench": str(file), "file": str(file), "embedded": None}
@@ -34,6 +45,8 @@ def test_each_benchmark_has_its_own_file_style_and_cap(file):
         ({"benchmark": ["embedded", "embedded"]}, "the benchmark embedded is named twice"),
         ({"limit": 0}, "limit must be at least 1, not 0"),
         *(({"rows": wrong}, "rows must be a slice such as") for wrong in ("", "3", "a:b", "1:2:3:4", "::0", "1.5:")),
+        ({"rows": "random:5:a"}, "or random:COUNT"),
+        ({"rows": "random:0"}, "--rows random:0 selects none of the 40 questions of embedded"),
         ({"rows": "9000:"}, "--rows 9000: selects none of the 40 questions of embedded"),
         ({"benchmark": ["nonsense"]}, "nonsense"),
     ],

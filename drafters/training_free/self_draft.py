@@ -48,7 +48,7 @@ class SelfDraft(Drafter):
     Args:
         branch_len: L. Branches have L - 2 tokens after their pads.
         num_branches: N, number of branches including the first.
-        gram: G, number of tokens of an n-gram without its key; less than ``branch_len``.
+        gram: G, number of tokens of an n-gram without its key; with short branches ``branch_len - 1``, as in the code.
         max_pad: Largest number of pads of a branch.
         cache_size: Number of n-grams per key in the context cache; the least recently inserted is dropped first.
         text_ngrams: Whether the n-grams of the prompt and the answer are added to the context cache too.
@@ -72,8 +72,8 @@ class SelfDraft(Drafter):
         corpus: CorpusTable | None = None,
     ) -> None:
         check_at_least(1, gram=gram, num_branches=num_branches, max_pad=max_pad, cache_size=cache_size)
-        check_at_least(max(3, gram + 1), branch_len=branch_len)
-        self.branch_len, self.num_branches, self.gram = branch_len, num_branches, gram
+        check_at_least(3, branch_len=branch_len)
+        self.branch_len, self.num_branches, self.gram = branch_len, num_branches, min(gram, branch_len - 1)
         self.max_pad, self.cache_size, self.seed = max_pad, cache_size, seed
         self.text_ngrams, self.drop_last, self.corpus = text_ngrams, drop_last, corpus
         self.cache = NgramPool(cache_size)

@@ -15,6 +15,7 @@ PARAMETERS = [
     {"branch_len": 5, "gram": 4, "num_branches": 4, "max_pad": 3, "cache_size": 3},
     {"branch_len": 7, "gram": 3, "num_branches": 2, "drop_last": True},
     {"branch_len": 3, "gram": 2, "num_branches": 1, "cache_size": 2},
+    {"branch_len": 3, "gram": 4},
     {"branch_len": 4, "gram": 1, "num_branches": 5, "seed": 3},
     {"branch_len": 6, "text_ngrams": False},
     {"branch_len": 8, "gram": 2, "text_ngrams": False, "drop_last": True, "cache_size": 4},
@@ -37,7 +38,7 @@ class Literal:
         seed=0,
         corpus=None,
     ):
-        self.base, self.L, self.N, self.g = base, branch_len, num_branches, gram
+        self.base, self.L, self.N, self.g = base, branch_len, num_branches, min(gram, branch_len - 1)
         self.max_pad, self.cap = max_pad, cache_size
         self.text_ngrams, self.drop_last, self.seed, self.corpus = text_ngrams, drop_last, seed, corpus
         self.cache, self.texts = PlainPool(cache_size), 0

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +24,7 @@ from drafters.eagle.paths import DraftLayer, Paths
 from drafters.nn.draft_cache import DraftCache
 from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
-from drafters.trees import dynamic
+from drafters.trees import dynamic, static
 from drafters.trees.search import SearchLimits
 
 
@@ -37,7 +38,10 @@ class AutoregressiveDraftOptions:
         top_k: Children of an expanded node.
         num_nodes: M, largest number of nodes in a draft tree.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
-        tree: ``dynamic``, the most probable nodes found (EAGLE-2), or ``chain``, the most probable token at each level.
+        tree: ``dynamic``, the most probable nodes found (EAGLE-2), ``static``, nodes of the same ranks in every draft
+            (EAGLE), or ``chain``, the most probable token at each level.
+        static: Paths of ranks for ``tree: static``, parents first. By default the most probable ones, if the token of
+            rank r, counted from 0, is right with probability 2^-(r + 1).
         draws: Children sampled at each link of a chain, for exact rejection sampling; 0 takes the most probable token.
         temperature: Temperature of the sampled children.
         window: Number of positions that the layer attends to, the node's own and those before it, in training and in
@@ -50,7 +54,8 @@ class AutoregressiveDraftOptions:
     top_k: int = 10
     num_nodes: int = 60
     min_probability: float = 0.0
-    tree: Literal["dynamic", "chain"] = "dynamic"
+    tree: Literal["dynamic", "static", "chain"] = "dynamic"
+    static: Sequence[Sequence[int]] = ()
     draws: int = 0
     temperature: float = 1.0
     window: int = 0
@@ -58,7 +63,9 @@ class AutoregressiveDraftOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         if self.draws and self.tree != "chain":
-            raise ValueError(f"draws ({self.draws}) needs tree: chain; a dynamic tree takes the most probable tokens")
+            raise ValueError(f"draws ({self.draws}) needs tree: chain; other trees take the most probable tokens")
+        if self.static and self.tree == "dynamic":
+            raise ValueError("static holds the ranks of tree: static, but tree is dynamic: leave out one of them")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
         check_at_most(MAX_LAYERS, depth=self.depth)
         check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
@@ -90,6 +97,9 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.draft_options, self.chunk_anchors = draft, chunk_anchors
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
+        halving = np.full((draft.depth, min(draft.top_k, base.vocab_size)), 0.5).cumprod(1)
+        ranks = draft.static or static.static_tree(halving, draft.num_nodes)
+        self.static = static.checked(ranks, draft.depth, base.vocab_size) if draft.tree == "static" else []
         self.layer = layer
         self._cache = DraftCache(2, draft.window)
 
@@ -180,6 +190,8 @@ class AutoregressiveDrafter(LearnedDrafter):
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
         options, step = self.draft_options, paths.step
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
+        if self.static:
+            return [tree.pruned(depth, num_nodes, limits.eos) for tree in static.grow(logits, step, self.static)]
         if not options.draws:
             within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
             return dynamic.grow(logits, step, self.width, self.top_k, within)

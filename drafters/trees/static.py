@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from drafters.tree import DraftTree
+from drafters.tree import ROOT, DraftTree
+from drafters.trees.dynamic import Step
 
 RankPath = tuple[int, ...]
 """The rank of each node's token among the most probable ones at its depth, from the root down."""
@@ -45,7 +48,7 @@ def checked(static: Sequence[Sequence[int]], max_depth: int, num_ranks: int) -> 
     for path in paths:
         has_place = path not in known and path[:-1] in known and len(path) <= max_depth
         if not has_place or not 0 <= path[-1] < num_ranks:
-            reason = f"it repeats a path, comes before its parent, or leaves the {max_depth} heads' ranks"
+            reason = f"it repeats a path, comes before its parent, or leaves {max_depth} levels or {num_ranks} ranks"
             raise ValueError(f"rank path {path} does not fit: {reason}")
         known.add(path)
     return paths
@@ -55,3 +58,26 @@ def fill(paths: Sequence[RankPath], tokens: np.ndarray) -> DraftTree:
     """Fill a static tree with the most probable tokens (K, k) of each depth, distinct within one."""
     rows = tokens.tolist()
     return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])
+
+
+def grow(logits: Tensor, step: Step, paths: Sequence[RankPath]) -> list[DraftTree]:
+    """The static trees at A roots of a drafter that predicts the next token at every node (EAGLE, arXiv 2401.15077).
+
+    A node has the token of its rank among the most probable ones after its own parent. The nodes with children are fed
+    to the draft module, one level after another. Takes logits (A, V) at the roots, and what runs the module.
+    """
+    inner, num_ranks = {path[:-1] for path in paths}, 1 + max(path[-1] for path in paths)
+    tokens: dict[RankPath, Tensor] = {}  # (A,) of each path
+    beam: list[RankPath] = [()]  # the nodes whose children come next
+    logits = logits[:, None]  # (A, 1, V)
+    while True:
+        best = logits.topk(num_ranks).indices  # (A, W, k)
+        level = [path for path in paths if path[:-1] in beam]
+        tokens |= {path: best[:, beam.index(path[:-1]), path[-1]] for path in level}
+        fed = [path for path in level if path in inner]
+        if not fed:
+            break
+        slots = torch.tensor([beam.index(path[:-1]) for path in fed], device=logits.device).expand(len(logits), -1)
+        logits, beam = step(torch.stack([tokens[path] for path in fed], dim=1), slots), fed
+    parents = [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]
+    return [DraftTree(row, parents) for row in torch.stack([tokens[path] for path in paths], dim=1).tolist()]

@@ -86,7 +86,7 @@ def test_a_static_tree_has_the_same_ranks_at_every_root(small):
     [
         ([[0, 0]], "comes before its parent"),
         ([[0], [0]], "repeats a path"),
-        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "3 heads"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "3 levels"),
         ([[6]], "does not fit"),
         ([0], "list of rank paths"),
         (7, "list of rank paths"),

@@ -148,6 +148,8 @@ def answer_questions(
     max_new_tokens: int,
     done: Mapping[Slot, Answer] | None = None,
     repeat: int = 0,
+    unfinished: Iterable[str] = (),
+    resets: bool = True,
 ) -> Iterator[tuple[Slot, Answer]]:
     """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
 
@@ -156,11 +158,14 @@ def answer_questions(
     question again if the thread waited for a core, at most `MAX_DECODINGS` times and, over all slots, half as often as
     there are slots. Sessions are given by the names of their drafters, questions by their indices, ``done`` are the
     answers of an interrupted run, and all questions were decoded ``repeat`` times before.
+
+    Drafters that keep their memory over several benchmarks are warmed up and reset (``resets``) before the first only.
+    Those that are ``unfinished`` in any of the benchmarks decode what is done in all of them once more.
     """
     done = done or {}
     slots = decoding_order(list(sessions), questions, repeat)
-    unfinished = dict.fromkeys(name for index, name in slots if (index, name) not in done)
-    for name in unfinished:
+    unfinished = dict.fromkeys([*(name for index, name in slots if (index, name) not in done), *unfinished])
+    for name in unfinished if resets else ():
         first = next(iter(questions.values()))
         answer_question(sessions[name], name, first, base, template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()

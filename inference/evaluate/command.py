@@ -42,6 +42,7 @@ class EvaluationOptions:
         typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
         repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs.
+        reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
         run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
         server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
         concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
@@ -51,6 +52,7 @@ class EvaluationOptions:
     typical: bool = False
     repeats: int | Literal["auto"] = "auto"
     devices: int | Literal["auto"] = 1
+    reset: bool = True
     run_code: bool = False
     server: list[str] | None = None
     concurrency: list[int] | None = None
@@ -66,8 +68,9 @@ class EvaluationOptions:
         check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
         if not self.server and self.concurrency:
             raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-        if self.server and (self.typical or self.devices != 1 or sampling.temperature):
-            raise ValueError("--typical, --devices and --temperature are for our own decoding loop, not for --server")
+        if self.server and (self.typical or self.devices != 1 or sampling.temperature or not self.reset):
+            own = "--typical, --devices, --temperature and --reset"
+            raise ValueError(f"{own} are for our own decoding loop, not for --server")
 
 
 def evaluate(
@@ -99,7 +102,7 @@ def evaluate(
     if options.server:
         results, num_new = _ask(model, selection, prompts, base, options, out, overwrite)
     else:
-        own = options.drafter, options.typical, options.repeats, options.devices
+        own = options.drafter, options.typical, options.repeats, options.devices, options.reset
         plan = make_plan(model, selection, prompts, sampling, *own)
         results, num_new = decode(plan, results_folder(out, overwrite, plan.conditions), overwrite)
     results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))

@@ -66,6 +66,7 @@ class RunConditions:
     repeats: int | Literal["auto"] = 1  # auto decodes a benchmark until its speed-ups are precise
     drafters: dict[str, DrafterConditions] = field(default_factory=dict)  # by name in tables; the baseline first
     benchmarks: dict[str, BenchmarkConditions] = field(default_factory=dict)
+    memory: list[str] = field(default_factory=list)  # benchmarks in the order drafters remember; empty if all reset
 
     @property
     def caps(self) -> dict[str, int]:
@@ -78,13 +79,14 @@ class RunConditions:
         count = f"{len(self.devices)} x " if len(self.devices) > 1 and self.engine == OWN_LOOP else ""
         threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else ""
         own, is_lossy = self.sampling, any(drafter.is_lossy for drafter in self.drafters.values())
+        memory = f", drafters' memory kept over {', '.join(self.memory)}" if self.memory else ""
         sampled = f"temperature {own.temperature}, top_k {own.top_k}, top_p {own.top_p}, seed {own.seed}"
         return {
             "engine": self.engine,
             "dtype": self.dtype,
             "forward": self.forward,
             "device": f"{count}{', '.join(kinds)} ({self.machine}{threads})",
-            "decoding": (sampled if own.temperature else "greedy") + ", typical acceptance: lossy" * is_lossy,
+            "decoding": (sampled if own.temperature else "greedy") + memory + ", typical acceptance: lossy" * is_lossy,
             "template": self.template,
         }
 
@@ -132,6 +134,7 @@ def make_plan(
     typical: bool = False,
     repeats: int | Literal["auto"] = "auto",
     devices: int | Literal["auto"] = 1,
+    reset: bool = True,
 ) -> EvaluationPlan:
     """Decide what our own loop decodes, and on which devices."""
     processes = process_devices(resolve_device(model.device), devices)
@@ -150,6 +153,7 @@ def make_plan(
         repeats=repeats,
         drafters=drafter_conditions(drafters or DEFAULT_DRAFTERS, typical),
         benchmarks=benchmark_conditions(selection, prompts),
+        memory=[] if reset else list(prompts),
     )
     return EvaluationPlan(model, conditions, {name: own.questions for name, own in prompts.items()})
 

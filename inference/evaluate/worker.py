@@ -57,15 +57,20 @@ class Worker:
         """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
         plan, conditions = self.plan, self.plan.conditions
         with Journal(path, asdict(conditions)) as journal:
-            entries = read_entries(journal)
+            entries, parts = read_entries(journal), []
             for benchmark in benchmarks:
                 own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
                 done = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
-                yield from [False] * len(done)
                 # Of N processes, each takes every N-th question.
                 questions = dict(list(enumerate(plan.questions[benchmark]))[self.number :: len(conditions.devices)])
+                parts += [(benchmark, questions, done)] if questions else []
+            slots = [((at, name), done) for _, questions, done in parts for at in questions for name in self.sessions]
+            unfinished = dict.fromkeys(slot[1] for slot, done in slots if slot not in done)
+            for benchmark, questions, done in parts:
+                yield from [False] * len(done)
                 about = conditions.template, conditions.caps[benchmark], done, repeat
-                for (index, _), answer in answer_questions(self.base, self.sessions, questions, *about):
+                memory = (unfinished, benchmark == parts[0][0]) if conditions.memory else ()
+                for (index, _), answer in answer_questions(self.base, self.sessions, questions, *about, *memory):
                     if not self._has_started:
                         journal.append({"load": load, "gpu_use": self.gpu_use, "row_multiple": self.row_multiple})
                         self._has_started = True
@@ -249,7 +254,8 @@ def repeats_to_decode(folder: Path, plan: EvaluationPlan) -> Iterator[Repeat]:
         if repeat and repeats == "auto":
             found = collect(folder, plan)
             errors = {name: found.timing_errors(name, repeat).values() for name in benchmarks}
-            benchmarks = [name for name in benchmarks if not all(map(is_precise, errors[name]))]
+            imprecise = [name for name in benchmarks if not all(map(is_precise, errors[name]))]
+            benchmarks = benchmarks if imprecise and plan.conditions.memory else imprecise
         if benchmarks:
             yield repeat, benchmarks
 

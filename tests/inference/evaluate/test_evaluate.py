@@ -297,6 +297,25 @@ def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(ma
         list(answer_questions(base, sessions, questions, "tokenizer", 12, done))
 
 
+@pytest.mark.slow
+def test_memory_over_several_benchmarks_survives_an_interruption_in_any_of_them(run, asked, tmp_path):
+    file, names, journal = asked / "questions.jsonl", ["joint", "self_draft", "anpd"], tmp_path / "journal" / "1.jsonl"
+    options = {"benchmark": [f"file={file}", f"mt_bench={file}"], "max_new_tokens": 16, "repeats": 1, "reset": False}
+    base, questions = load_base(str(asked / "base")), benchmarks.load_questions("mt_bench", str(file))
+    expected = {name: decoded(base, drafter_specs.make(name, Runner(base)), 2 * questions) for name in names}
+    run(tmp_path, names, **options)
+    assert "memory kept over file, mt_bench" in (tmp_path / "results.md").read_text()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for num_kept in (len(lines), 1, 9, 25, len(lines) - 2):
+        journal.write_bytes(b"".join(lines[:num_kept]))
+        run(tmp_path, names, **options)
+        found = folders.read(tmp_path).answers.values()
+        assert {name: [comparable(each) for own in found for each in own[name]] for name in names} == expected
+    for other in ({"reset": True}, {"benchmark": options["benchmark"][::-1]}):
+        with pytest.raises(ValueError, match="different memory"):
+            run(tmp_path, names, **options | other)
+
+
 # ---- order, repeats, devices, files
 
 

@@ -33,9 +33,15 @@ class HydraHeadOptions(HeadOptions):
 
 @dataclass(frozen=True)
 class HydraLossOptions(HeadLossOptions):
-    """Hydra's loss."""
+    """Hydra's loss.
+
+    Args:
+        noise: In training the base's hidden states get uniform noise of up to noise / sqrt(S * D), as the embeddings
+            in NEFTune (arXiv 2310.05914).
+    """
 
     decay: float = 1.0
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,14 @@ class Hydra(HeadDrafter):
     ) -> None:
         blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
-        self.draft_options, self.rows_per_anchor = draft, draft.width
+        self.draft_options, self.rows_per_anchor, self.noise = draft, draft.width, loss.noise
         self.prefix = PrefixAttention(base) if heads.prefix_attention else None
         self._cache = DraftCache(1)
 
     def encode(self, hidden: Tensor) -> Tensor:
         hidden = super().encode(hidden)
+        if self.training and self.noise:
+            hidden = hidden + (2 * torch.rand_like(hidden) - 1) * (self.noise / hidden[0].numel() ** 0.5)
         return hidden if self.prefix is None else self.prefix(hidden)
 
     def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, Hydra, Limits
-from drafters.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
+from drafters.hydra import HydraDraftOptions, HydraHeadOptions, HydraLossOptions, PrefixAttention
 from drafters.nn.draft_cache import DraftCache
 from tests.drafters.conftest import paths
 
@@ -68,6 +68,14 @@ def test_only_the_most_probable_paths_of_a_level_are_extended(base_weights, widt
         alive = [path for path in children if path[-1] not in eos]
         going_on = sorted(alive, key=lambda path: -path_probability(drafter, state, root, path, base_weights))[:width]
     assert paths(tree) == expected
+
+
+def test_noise_is_added_to_the_hidden_states_in_training_only():
+    drafter, hidden = Hydra(SMALL, loss=HydraLossOptions(noise=3.0)).double(), torch.zeros(50, 20, 8).double()
+    assert torch.equal(drafter.eval().encode(hidden), hidden)
+    noise, most = drafter.train().encode(hidden), 3 / (20 * 8) ** 0.5
+    assert 0.99 * most < noise.max() <= most and -most <= noise.min() < -0.99 * most
+    assert torch.equal(Hydra(SMALL).train().encode(hidden.float()), hidden.float())
 
 
 @torch.no_grad()

@@ -265,6 +265,7 @@ def draft_model(
     folder: str,
     num_draft: int = 5,
     threshold: float = 0.0,
+    schedule: str = "constant",
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -273,7 +274,7 @@ def draft_model(
     """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection."""
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     session = DraftModelSession(model_runner(folder, runner.base), sampler=sampler)
-    return drafters.DraftModel(session, num_draft, threshold)
+    return drafters.DraftModel(session, num_draft, threshold, schedule)
 
 
 @register("cascade", "MODEL")

@@ -64,6 +64,9 @@ class DraftSession(Protocol):
         """
 
 
+SCHEDULES = "constant", "heuristic", "heuristic_transient"
+
+
 class DraftModel(Drafter):
     """A smaller model drafts one chain of tokens (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
@@ -75,18 +78,31 @@ class DraftModel(Drafter):
         inner: Session of the smaller model.
         num_draft: Largest number of drafted tokens per step.
         threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
+        schedule: How ``num_draft`` changes, as in the assisted generation of transformers: ``constant``, or
+            ``heuristic``, by 2 more after a draft that is accepted in full and else by 1 less, down to 1, or
+            ``heuristic_transient``, which starts anew with each text.
     """
 
-    def __init__(self, inner: DraftSession, num_draft: int = 5, threshold: float = 0.0) -> None:
+    def __init__(
+        self, inner: DraftSession, num_draft: int = 5, threshold: float = 0.0, schedule: str = "constant"
+    ) -> None:
         check_at_least(1, num_draft=num_draft)
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, not {threshold}")
-        self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
-        self.remembers, self.samples_drafts = inner.remembers, inner.samples_drafts
-        self.draft_forwards = inner.forwards
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
+        self.inner, self.num_draft, self.threshold, self.schedule = inner, num_draft, threshold, schedule
+        self.remembers, self.samples_drafts = inner.remembers or schedule == "heuristic", inner.samples_drafts
+        self.draft_forwards, self._initial_num_draft = inner.forwards, num_draft
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.inner.begin(prompt)
+        if self.schedule == "heuristic_transient":
+            self.num_draft = self._initial_num_draft
+
+    def observe(self, step: StepResult) -> None:
+        if self.schedule != "constant" and (drafted := step.tree.num_candidates):
+            self.num_draft = self.num_draft + 2 if len(step.path) == drafted else max(1, self.num_draft - 1)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
@@ -104,6 +120,7 @@ class DraftModel(Drafter):
 
     def reset(self) -> None:
         self.inner.reset()
+        self.num_draft = self._initial_num_draft
 
 
 # How the threshold follows the acceptance rate (Draft & Verify, adaptive draft-exiting mechanism; values of its code).

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers.generation import AssistedCandidateGenerator, candidate_generator
 
 from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.verifier.base import Base
@@ -157,6 +158,31 @@ def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, thres
             ends += len(expected) < 6
             prompt = seq
     assert ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+@pytest.mark.parametrize("threshold", [0.0, 0.2])
+def test_draft_lengths_are_those_of_assisted_generation(make_base, monkeypatch, schedule, threshold):
+    base, expected, lengths = make_base(context=128, predictable=True), [], []
+    other = similar_model(base, spread=0.1)
+    update = AssistedCandidateGenerator.update_candidate_strategy
+
+    def record(self, ids, scores, num_matches):
+        expected.append(scores.shape[1] - 1)
+        update(self, ids, scores, num_matches)
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", record)
+    monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: False)  # it would change the threshold
+    options = {"num_assistant_tokens_schedule": schedule, "assistant_confidence_threshold": threshold}
+    other.model.generation_config.update(num_assistant_tokens=3, **options)
+    session = Session(Runner(base), DraftModel(DraftModelSession(Runner(other)), 3, threshold, schedule))
+    for prompt in (prompt_of(3), prompt_of(17)):
+        base.model.generate(torch.tensor([prompt]), assistant_model=other.model, max_new_tokens=60, do_sample=False)
+        steps = session.run(prompt, 60, frozenset([base.model.generation_config.eos_token_id])).steps
+        lengths += [step.fed_candidates for step in steps]
+    assert [*filter(None, lengths)] == [*filter(None, expected)]
+    assert schedule == "constant" or len(set(lengths)) > 5
 
 
 # ---- drawn drafts

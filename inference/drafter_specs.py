@@ -282,7 +282,7 @@ def cascade(
     runner: Runner,
     folder: str,
     num_draft: int = 5,
-    inner_ngram: int = 3,
+    inner_ngram: int = 10,
     inner_draft: int = 5,
     extension: int = 0,
     corpus: str = "",

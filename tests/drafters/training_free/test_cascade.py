@@ -32,6 +32,9 @@ def test_max_gram_drafts_bigrams_only_where_nothing_matches(table):
     plain = MaxGram()
     plain.begin([7, 1])
     assert len(plain.propose([7, 1], FAR)) == 0
+    text = [2, 3, 4, 7, 1, 2, 3, 4, 9, 1, 2, 3, 4]
+    plain.begin(text)
+    assert plain.propose(text, FAR).tokens[0] == 9, "the longest match, not the leftmost of three tokens"
 
 
 def appended_chains(drafter):

@@ -281,22 +281,36 @@ def draft_model(
 def cascade(
     runner: Runner,
     folder: str,
+    inner: str = "",
     num_draft: int = 5,
     inner_ngram: int = 10,
     inner_draft: int = 5,
+    lookup: bool = True,
     extension: int = 0,
     corpus: str = "",
 ) -> Drafter:
-    """Vertical cascade: prompt lookup drafts for the draft model, and the draft model for the base.
+    """Vertical cascade: prompt lookup drafts for a draft model, and the draft model for the base.
 
-    With ``extension``, prompt lookup also appends up to that many tokens to the chain of the draft model (horizontal
-    cascade). With the file ``corpus``, it drafts bigrams of that corpus where nothing matches, as in the paper.
+    Args:
+        folder: Folder of the draft model.
+        inner: Folders of further draft models, joined by ``+`` from the largest to the smallest. Each drafts for the
+            one before it, and prompt lookup for the last. With ``lookup=false``, this is the cascade of Ouroboros,
+            Table 14.
+        num_draft: Number of tokens that the first draft model writes per step.
+        inner_ngram: Number of tokens of the longest match of prompt lookup.
+        inner_draft: Largest number of tokens that an inner model, or prompt lookup, drafts for the model above it.
+        lookup: Whether prompt lookup drafts for the last model; if not, this one writes token by token.
+        extension: Number of tokens that prompt lookup appends to the chain of the first model (horizontal cascade).
+        corpus: File that ``drafters index corpus`` wrote; prompt lookup drafts its bigrams where nothing matches.
     """
     table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
-    inner = DraftModelSession(model_runner(folder, runner.base), drafters.MaxGram(table, inner_ngram, inner_draft))
+    drafter: Drafter | None = drafters.MaxGram(table, inner_ngram, inner_draft) if lookup else None
+    for model in reversed(inner.split("+") if inner else []):
+        drafter = drafters.DraftModel(DraftModelSession(model_runner(model, runner.base), drafter), inner_draft)
+    session = DraftModelSession(model_runner(folder, runner.base), drafter)
     if extension:
-        return drafters.HorizontalCascade(inner, drafters.MaxGram(table, inner_ngram, extension), num_draft)
-    return drafters.DraftModel(inner, num_draft)
+        return drafters.HorizontalCascade(session, drafters.MaxGram(table, inner_ngram, extension), num_draft)
+    return drafters.DraftModel(session, num_draft)
 
 
 @register("ouroboros", "MODEL")

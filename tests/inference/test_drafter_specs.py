@@ -101,6 +101,29 @@ def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
     assert "trained for toy-llama with num_layers 3" in refusal(f"merged={other}", base)
 
 
+@pytest.mark.slow
+def test_draft_models_draft_for_one_another_as_deep_as_the_spec_says(make_base, tmp_path):
+    runner, folders = Runner(make_base(dtype=torch.float32)), []
+    for seed, vocab in ((1, 40), (2, 40), (3, 40), (3, 41)):
+        folders.append(f"{tmp_path}/{seed}-{vocab}")
+        make_base(seed=seed, vocab=vocab, dtype=torch.float32).model.save_pretrained(folders[-1])
+        runner.base.tokenizer.save_pretrained(folders[-1])
+    first, second, third, other = folders
+    alone = Session(runner, drafters.NoDrafter()).run([5, 6, 7], 20).tokens
+    for options in ("lookup=false", "inner_ngram=2", "extension=3"):
+        drafter = drafter_specs.make(f"cascade={first}:inner={second}+{third},inner_draft=3,{options}", runner)
+        steps = Session(runner, drafter).run([5, 6, 7], 20)
+        assert steps.tokens == alone
+        models, lowest = [drafter], drafter
+        while isinstance(lowest := lowest.inner.session.drafter, drafters.DraftModel):
+            models.append(lowest)
+        assert [model.num_draft for model in models] == [5, 3, 3]
+        assert [model.inner.session.runner.base.name for model in models] == [first, second, third]
+        assert type(lowest) is (drafters.NoDrafter if options == "lookup=false" else drafters.MaxGram)
+        assert sum(step.draft_forwards for step in steps.steps) == drafter.draft_forwards > models[1].draft_forwards
+    assert f"{other} has another vocabulary (41" in refusal(f"cascade={first}:inner={other}", runner.base)
+
+
 @pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
 def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
     drafter = drafter_specs.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", Runner(base))

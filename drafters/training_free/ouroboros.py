@@ -23,11 +23,12 @@ class Ouroboros(DraftModel):
     1. Phrases accelerate drafting (section 3.1): the drafter of ``inner`` is lookahead decoding over the same ``pool``.
        If the inner model drafts token by token instead, phrases come from verification only.
     2. Phrases lengthen drafts (section 3.2), see ``lengthen``.
-    3. Verification generates phrases (section 3.3), see ``verify_phrases``. After a rejection, each run of
-       ``level - 1`` tokens in the rejected part of the draft that the base agrees with becomes a phrase. After full
-       acceptance, the candidate phrases that were not accepted are corrected in place. The authors' code also corrects
-       them after a rejection, when the base has read them after a wrong draft, and corrects the accepted phrase; the
-       paper does neither.
+    3. Verification generates phrases (section 3.3), see ``verify_phrases``. After a rejection, each segment of the
+       rejected part of the draft that the base agrees with becomes a phrase, of 2 to ``level`` tokens with its key. The
+       authors' code takes only runs of ``level`` tokens, none at all if ``num_draft`` is below ``level - 1``. After
+       full acceptance, the candidate phrases that were not accepted are corrected in place. The authors' code also
+       corrects them after a rejection, when the base has read them after a wrong draft, and corrects the accepted
+       phrase; the paper does neither.
     4. Phrases are kept from text to text (section 3.4), see ``history``.
 
     Without phrases this is speculative decoding with a draft model. Every draft is an argmax, so under sampling a
@@ -110,11 +111,12 @@ class Ouroboros(DraftModel):
             self._correct(step.emitted[accepted:], after)
 
     def _learn_from_tail(self, first: int, after: list[int]) -> None:
-        """Add phrases from the rejected part of the draft: runs on which base and draft agree (Figure 4)."""
-        draft, width = self._draft, self.level - 1
-        for key in range(first, len(draft) - width + 1):
-            if draft[key + 1 : key + width] == after[key : key + width - 1]:
-                self.pool.insert(draft[key], after[key : key + width])
+        """Add phrases from the rejected part of the draft: segments that the base agrees with (Figure 4)."""
+        draft = self._draft
+        for key in range(first + 1, len(draft)):
+            num_agreed = _common(draft[key : key + self.level], after[key - 1 :])
+            if num_agreed > 1:
+                self.pool.insert(draft[key], draft[key + 1 : key + num_agreed])
 
     def _correct(self, emitted: list[int], after: list[int]) -> None:
         """Replace each candidate phrase by the base's tokens, except the accepted one: the oldest of the longest."""

@@ -41,15 +41,12 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
         accepted = matching(draft, v)
         if accepted < len(draft):  # the tail is discarded; the part that the base agrees with is learned
             emitted = v[: accepted + 1]
-            tail, says = draft[accepted:], v[accepted + 1 :]
+            tail = draft[accepted:]
+            matches = [ours == its for ours, its in zip(tail, v[accepted:], strict=False)]
             for a in range(len(tail) if verify else 0):
-                phrase = []
-                for j in range(min(level - 1, len(tail) - a)):
-                    phrase.append(says[a + j])
-                    if a + j + 1 < len(tail) and tail[a + j + 1] != says[a + j]:
-                        break
-                if len(phrase) == level - 1:
-                    book.insert(tail[a], phrase)
+                segment = tail[a : a + [*matches[a : a + level], False].index(False)]
+                if len(segment) > 1:
+                    book.insert(segment[0], segment[1:])
                     book.learned += 1
         else:
             hung = lengthen and draft and draft[-1] not in eos
@@ -193,7 +190,7 @@ def test_each_step_and_each_phrase_equal_those_of_the_paper(pseudo_runner, gamma
             assert session.seq[len(prompt) :] == base.greedy(prompt, 60, eos)
     assert lengthened, "some tails should be accepted"
     assert sum(book.corrected for book in books) > 5
-    assert sum(book.learned for book in books) > 2 or gamma < level
+    assert sum(book.learned for book in books) > 2 or gamma < 4
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from drafters.registry import Registration, find_class, learned, register, regis
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base, tokenizer_hash
-from inference.verifier.draft_model import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
@@ -287,6 +287,7 @@ def cascade(
     inner_draft: int = 5,
     lookup: bool = True,
     extension: int = 0,
+    leniency: float = 1.0,
     corpus: str = "",
 ) -> Drafter:
     """Vertical cascade: prompt lookup drafts for a draft model, and the draft model for the base.
@@ -301,13 +302,16 @@ def cascade(
         inner_draft: Largest number of tokens that an inner model, or prompt lookup, drafts for the model above it.
         lookup: Whether prompt lookup drafts for the last model; if not, this one writes token by token.
         extension: Number of tokens that prompt lookup appends to the chain of the first model (horizontal cascade).
+        leniency: Draft models keep a token drafted for them if they give it more than 1 / leniency; 1 is not lenient.
         corpus: File that ``drafters index corpus`` wrote; prompt lookup drafts its bigrams where nothing matches.
     """
     table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
     drafter: Drafter | None = drafters.MaxGram(table, inner_ngram, inner_draft) if lookup else None
+    sampler = Lenient(leniency) if leniency != 1 else None
     for model in reversed(inner.split("+") if inner else []):
-        drafter = drafters.DraftModel(DraftModelSession(model_runner(model, runner.base), drafter), inner_draft)
-    session = DraftModelSession(model_runner(folder, runner.base), drafter)
+        session = DraftModelSession(model_runner(model, runner.base), drafter, sampler)
+        drafter = drafters.DraftModel(session, inner_draft)
+    session = DraftModelSession(model_runner(folder, runner.base), drafter, sampler)
     if extension:
         return drafters.HorizontalCascade(session, drafters.MaxGram(table, inner_ngram, extension), num_draft)
     return drafters.DraftModel(session, num_draft)

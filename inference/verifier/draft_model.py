@@ -5,12 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, NoDrafter
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler, Sampler
+from inference.verifier.sampling import KeyedSampler, Sampler, TreeLogits, most_probable
 from inference.verifier.session import Session, common_prefix
+
+
+class Lenient(Sampler):
+    """Greedy decoding of a draft model that keeps any token of a chain if it gives it more than 1 / leniency.
+
+    This is CS Drafting's rule for what Max-Gram drafts. For an inner model's token it divides that model's probability
+    of the token instead of 1. The base verifies the draft as ever.
+    """
+
+    def __init__(self, leniency: float) -> None:
+        super().__init__()
+        check_at_least(1, leniency=leniency)
+        self.leniency = leniency
+
+    def decide(self, rows: TreeLogits) -> Tensor:
+        picks = most_probable(rows.logits)
+        drafted = picks.new_tensor(rows.tree.tokens)
+        probabilities = rows.logits[:-1].float().softmax(-1).gather(1, drafted[:, None])[:, 0]
+        picks[:-1] = torch.where(probabilities > 1 / self.leniency, drafted, picks[:-1])
+        return picks[:, None]
 
 
 class DraftModelSession(DraftSession):
@@ -29,7 +51,7 @@ class DraftModelSession(DraftSession):
         self.session = Session(runner, drafter or NoDrafter(), sampler)
         self.sampler = sampler
         self.forwards = 0
-        self.remembers, self.samples_drafts = self.session.drafter.remembers, sampler is not None
+        self.remembers, self.samples_drafts = self.session.drafter.remembers, isinstance(sampler, KeyedSampler)
         self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -110,7 +110,7 @@ def test_draft_models_draft_for_one_another_as_deep_as_the_spec_says(make_base, 
         runner.base.tokenizer.save_pretrained(folders[-1])
     first, second, third, other = folders
     alone = Session(runner, drafters.NoDrafter()).run([5, 6, 7], 20).tokens
-    for options in ("lookup=false", "inner_ngram=2", "extension=3"):
+    for options in ("lookup=false", "inner_ngram=2", "leniency=9,extension=3"):
         drafter = drafter_specs.make(f"cascade={first}:inner={second}+{third},inner_draft=3,{options}", runner)
         steps = Session(runner, drafter).run([5, 6, 7], 20)
         assert steps.tokens == alone

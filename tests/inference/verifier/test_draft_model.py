@@ -10,7 +10,7 @@ from transformers.generation import AssistedCandidateGenerator, candidate_genera
 
 from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.verifier.base import Base
-from inference.verifier.draft_model import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
@@ -183,6 +183,26 @@ def test_draft_lengths_are_those_of_assisted_generation(make_base, monkeypatch, 
         lengths += [step.fed_candidates for step in steps]
     assert [*filter(None, lengths)] == [*filter(None, expected)]
     assert schedule == "constant" or len(set(lengths)) > 5
+
+
+def test_a_lenient_model_keeps_drafted_tokens_that_it_finds_probable_enough(base):
+    low, passed = similar_model(base, spread=0.6), 0
+    middle = DraftModelSession(Runner(base), DraftModel(DraftModelSession(Runner(low)), num_draft=3), Lenient(20))
+    for length in PROMPTS:
+        seq, end = prompt_of(length), length + 12
+        middle.begin(seq)
+        written = middle.write(seq, 12).tokens
+        while len(seq) < end:
+            room = min(3, end - 1 - len(seq))
+            for token in [*(written_alone(low, tuple(seq), room) if room else []), None]:
+                distribution = base.model(torch.tensor([seq])).logits[0, -1].softmax(-1)
+                best = distribution.argmax().item()
+                seq = [*seq, token if token is not None and distribution[token] > 1 / 20 else best]
+                passed += seq[-1] != best
+                if seq[-1] != token:
+                    break
+        assert written == seq[length:]
+    assert passed > 3 and not middle.samples_drafts
 
 
 # ---- drawn drafts

@@ -192,7 +192,7 @@ class MaxGram(PromptLookup):
 
     Of the table, the n-grams of a text, the most frequent token after each token is used; without one, no bigrams are.
     The authors' code looks for the longest match of any length. With 10 tokens, 98.7 % of the drafts are the same on
-    Vicuna-7B's answers to MT-Bench, and 99.9 % on HumanEval and GSM8K.
+    Vicuna-7B's answers to the second turns of MT-Bench, and 99.9 % on the given solutions of HumanEval and GSM8K.
     """
 
     def __init__(self, table: CorpusTable | None = None, max_ngram: int = 10, num_draft: int = 10) -> None:

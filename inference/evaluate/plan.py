@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from inference.verifier.base import resolve_device
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 
 BASELINE = "none"  # the base alone
+FILE_OPTIONS = "inner", "corpus", "static"  # options of drafters that name files
 LOSSY = " (lossy)"  # behind the name of a drafter whose drafts are accepted by typical acceptance
 OWN_LOOP = "drafters"  # the engine that is this project's own decoding loop
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint")
@@ -32,7 +34,7 @@ class DrafterConditions:
     """What a drafter of an evaluation is."""
 
     spec: str  # or the address of a server
-    fingerprint: str = ""  # of its folder or file; empty if it has none
+    fingerprint: str = ""  # of its folders and files; empty if it has none
     is_lossy: bool = False  # whether its drafts are accepted by typical acceptance
 
 
@@ -174,9 +176,11 @@ def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str,
     labels = drafter_specs.labels([BASELINE, *(spec for spec in specs if spec != BASELINE)])
     found = {}
     for name, spec in labels.items():
-        file, is_lossy = drafter_specs.split(spec)[1], typical and spec != BASELINE
-        own = fingerprint(drafter_specs.drafter_folder(file)) if file else ""
-        found[name + LOSSY * is_lossy] = DrafterConditions(spec, own, is_lossy)
+        parts, is_lossy = drafter_specs.split(spec), typical and spec != BASELINE
+        files = [drafter_specs.drafter_folder(parts.file)] if parts.file else list[str | Path]()
+        files += [file for key, value in parts.pairs if key in FILE_OPTIONS for file in value.split("+")]
+        prints = "+".join(filter(None, map(fingerprint, files)))
+        found[name + LOSSY * is_lossy] = DrafterConditions(spec, prints, is_lossy)
     return found
 
 

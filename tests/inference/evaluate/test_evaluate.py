@@ -328,10 +328,13 @@ def test_drafters_take_turns_to_decode_first_and_repeats_start_with_another():
 def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(plan, asked, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
-    made = make_plan(plan.model, QuestionOptions(), {}, SamplingOptions(), ["anpd", f"ctc={tmp_path}"]).conditions
+    cascade, own = f"cascade={tmp_path}:inner={tmp_path}+{asked / 'base'}", fingerprint(tmp_path)
+    made = make_plan(
+        plan.model, QuestionOptions(), {}, SamplingOptions(), ["anpd", f"ctc={tmp_path}", cascade]
+    ).conditions
     assert made.base_fingerprint == fingerprint(asked / "base")
     prints = {name: drafter.fingerprint for name, drafter in made.drafters.items()}
-    assert prints == {"none": "", "anpd": "", "ctc": fingerprint(tmp_path)}
+    assert list(prints.values()) == ["", "", own, f"{own}+{own}+{made.base_fingerprint}"]
 
 
 def test_repeats_that_differ_are_reported(plan):

@@ -21,6 +21,7 @@ from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
+FORGETTING = "shuffled, no phrase kept from text to text"
 Asked = Mapping[str, BenchmarkPrompts]  # by benchmark
 
 
@@ -132,12 +133,14 @@ def orders(base: Base, spec: str, asked: Asked, max_new_tokens: int) -> ResultTa
     shuffled = list(chain(*tasks))
     random.Random(0).shuffle(shuffled)
     longest = max(map(len, tasks))
-    numbers = sorted({1, 2, 5, 10, longest} & set(range(longest + 1)), reverse=True)
+    numbers = sorted({1, 2, 4, 10, longest} & set(range(longest + 1)), reverse=True)
     arranged = {f"{number} of a task in turn": in_turn(tasks, number) for number in numbers} | {"shuffled": shuffled}
+    arranged[FORGETTING] = shuffled
     table = ResultTable("Order of tasks (Ouroboros, Table 17)", ["order", "acceptance length", "draft forwards/token"])
     for name, prompts in arranged.items():
         runner = Runner(base)
-        session = Session(runner, drafter_specs.make(spec, runner))
+        own = spec + ",history=false" * (name == FORGETTING)
+        session = Session(runner, drafter_specs.make(own, runner))
         runs = [session.run(prompt, max_new_tokens, base.eos) for prompt in prompts]
         steps = [step for run in runs for step in run.steps[1:]]
         num_tokens = sum(step.emitted for step in steps)

@@ -271,7 +271,19 @@ def draft_model(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Drafter:
-    """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection."""
+    """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection.
+
+    Args:
+        folder: Folder of the draft model.
+        num_draft: Largest number of drafted tokens per step.
+        threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
+        schedule: constant, or heuristic: ``num_draft`` grows by 2 after a draft that is accepted in full and else falls
+            by 1, as in transformers; or heuristic_transient, which starts anew with each text.
+        temperature: Temperature at which drafts are sampled; 0 for greedy drafts.
+        top_k: Number of tokens that are sampled from; 0 for all.
+        top_p: Probability of the tokens that are sampled from.
+        seed: Selects other samples for the same request.
+    """
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     session = DraftModelSession(model_runner(folder, runner.base), sampler=sampler)
     return drafters.DraftModel(session, num_draft, threshold, schedule)
@@ -334,8 +346,18 @@ def ouroboros(
 ) -> Drafter:
     """Ouroboros: the draft model decodes by lookahead over the phrase pool that also lengthens its drafts.
 
-    Without ``phrases_draft`` it decodes token by token. A key keeps as many phrases as the window is wide, as in the
-    paper's code.
+    Args:
+        folder: Folder of the draft model.
+        num_draft: Gamma, number of tokens that the draft model writes per step.
+        num_phrases: K, number of phrases appended to the last of them.
+        level: Number of tokens of a phrase with its key; the paper's beta is one more.
+        window: W of lookahead, and the number of phrases that a key keeps, as in the authors' code.
+        phrases_draft: Whether phrases draft for the draft model; if not, it writes token by token (section 3.1).
+        lengthen: Whether phrases lengthen drafts (section 3.2).
+        verify_phrases: Whether verification makes phrases (section 3.3).
+        history: Whether phrases are kept from text to text (section 3.4).
+        drop_last: Leave out the last token of each phrase, as the authors' code does.
+        seed: Seed of the tokens that fill lookahead's window at first.
     """
     pool = NgramPool(window)
     lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)

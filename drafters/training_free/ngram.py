@@ -113,7 +113,8 @@ class ANPD(_NgramIndex):
 
     Tables of order 2 to N count which token followed each context of n - 1 tokens. Each drafted token comes from the
     highest order that contains the context. Among equally frequent tokens, the one whose first occurrence is latest is
-    drafted. The best follower of each context is stored, so that a look-up takes constant time.
+    drafted. The best follower of each context is stored, so that a look-up takes constant time. Unlike in Algorithm 1,
+    a draft ends where no table has the context, and the first step drafts behind the prompt.
 
     Args:
         order: N, number of tokens of the longest n-gram.

@@ -25,10 +25,10 @@ class Ouroboros(DraftModel):
     2. Phrases lengthen drafts (section 3.2), see ``lengthen``.
     3. Verification generates phrases (section 3.3), see ``verify_phrases``. After a rejection, each segment of the
        rejected part of the draft that the base agrees with becomes a phrase, of 2 to ``level`` tokens with its key. The
-       authors' code takes only runs of ``level`` tokens, none at all if ``num_draft`` is below ``level - 1``. After
-       full acceptance, the candidate phrases that were not accepted are corrected in place. The authors' code also
-       corrects them after a rejection, when the base has read them after a wrong draft, and corrects the accepted
-       phrase; the paper does neither.
+       authors' code takes only phrases of ``level`` tokens, the last of them the base's own; there is none if
+       ``num_draft`` is below ``level - 1``. After full acceptance, the candidate phrases that were not accepted are
+       corrected in place. The authors' code also corrects them after a rejection, when the base has read them after a
+       wrong draft, and corrects the accepted phrase; the paper does neither.
     4. Phrases are kept from text to text (section 3.4), see ``history``.
 
     Without phrases this is speculative decoding with a draft model. Every draft is an argmax, so under sampling a

@@ -63,7 +63,9 @@ class Speed:
     cpu_seconds: float | None = None  # CPU time of the process, over all its threads
     core_share: float | None = None  # of the wall time, in which the decoding thread had a core
     peak_bytes: int | None = None  # peak of GPU memory, with the base and all drafters of the run
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # CTC paper, Figure 3; together all seconds
+    phase_seconds: dict[str, float] = field(
+        default_factory=dict
+    )  # of `PHASES`, prefill and the rest; together all seconds
 
     @property
     def best(self) -> Estimate:

@@ -115,7 +115,7 @@ def test_the_figures_of_the_papers_with_the_base_as_its_own_draft_model(tmp_path
     num_tokens = sum(len(base.tokenizer(row["question"]).input_ids) for row in asked)
     assert ["gsm8k", "2.00", f"{num_tokens / 2:.2f}", f"{num_tokens / 4:.2f}"] in written
     assert ["gsm8k", "4.00", "4.00"] in written and ["embedded", "4.00", "4.00"] in written
-    assert [row[0] for row in written[-3:]] == ["2 of a task in turn", "1 of a task in turn", "shuffled"]
+    assert [row[0] for row in written[-4:-1]] == ["2 of a task in turn", "1 of a task in turn", "shuffled"]
     options = QuestionOptions(benchmarks, limit=2)
     found = paper_figures.noise(base, options.select(base, options.load()), 24, counts=(0, 16)).rows
     assert found[0] == ["0", "100.0", "100.0"] and float(found[1][1]) < 100

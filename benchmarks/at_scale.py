@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal, cast
 
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.harness import SHAPES, ResultTable, main, markdown, origin
 from benchmarks.widening import widen_base, widen_drafter
@@ -24,7 +22,6 @@ from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
 from inference.evaluate import metrics
 from inference.evaluate.answers import Answer, answer_questions, comparable, median_answers
-from inference.evaluate.plots import FADED, PALETTE
 from inference.questions import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
@@ -36,7 +33,6 @@ from train.callbacks import peak_bytes
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
 NONE = "none"  # the base alone
 TEMPLATE = "tokenizer"
-GIB = 1 << 30
 
 
 def at_scale(
@@ -73,8 +69,7 @@ def at_scale(
         device: Device to run on; auto uses the GPU if there is one.
         packed: Pack the weights of the large base and its drafters, on a CPU only. With alone, the base has no plain
             weights beside the packed ones, so that a shape fits into memory that would not twice.
-        out: Folder for the results of this run as JSON, for the tables of all runs in the folder, and for the plot of
-            the speed-up against the parameters.
+        out: Folder for the results of this run as JSON, and for the tables of all runs in the folder.
     """
     if min(limit, repeats) < 1 or max_new_tokens < 2:
         raise ValueError("limit and repeats must be at least 1, and max_new_tokens at least 2")
@@ -242,46 +237,18 @@ def result_table(result: Mapping[str, Any]) -> ResultTable:
         f"steps: answers whose tokens and steps are those there, one by one (at least {same} of {count} texts are); "
         "identical: answers that are the same as without a drafter in this run.",
         f"The base has {result['parameters'] / 1e6:,.1f} M parameters; peak memory with all drafters "
-        f"{result['peak_bytes'] / GIB:.1f} GiB.",
+        f"{result['peak_bytes'] / 2**30:.1f} GiB.",
     ]
     return table
 
 
 def write_results(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write a run, and the tables and the plot of all runs in the folder."""
+    """Write a run, and the tables of all runs in the folder."""
     name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}".replace("/", "-")
     write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     results: list[Any] = [read_json(path) for path in sorted(folder.glob("*.json"))]
     tables = [markdown([result_table(each)], each["origin"]) for each in results]
     write_text(folder / "at_scale.md", "\n".join(tables))
-    plot_scaling(results, folder / "speedup_by_parameters.png")
-
-
-def plot_scaling(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Plot the speed-up of each drafter against the parameters of the base: a line for each base, dtype and drafter."""
-    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#d8dce2", linewidth=0.6)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for result in sorted(results, key=lambda result: result["parameters"]):
-        for name, own in result["drafters"].items():
-            if name != NONE:
-                kind = f"{name}, {Path(result['base']).name}, {result['dtype']}"
-                lines.setdefault(kind, []).append((result["parameters"] / 1e9, own["speedup"]))
-    for (name, points), colour in zip(lines.items(), cycle(PALETTE + FADED), strict=False):
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, color=colour)
-    axes.axhline(1, color="#24292f", linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    sizes = sorted({billions for points in lines.values() for billions, _ in points})
-    axes.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
-    axes.minorticks_off()
-    axes.set_xlabel("parameters of the base, billions")
-    axes.set_ylabel("speed-up; dashed: without a drafter")
-    axes.set_ylim(bottom=0)
-    if lines:
-        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

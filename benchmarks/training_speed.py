@@ -28,7 +28,7 @@ NOTE = (
     "M = millions of trained weights; A = anchors of a text; base = forward with its labels, drafter = its network "
     "forward and backward, loss = all that depends on the vocabulary, as shares of a step; of base = step relative to "
     "the base's share; spread = (slowest - fastest) / median; MB = most that the drafter's loss and its backward pass "
-    "allocate besides weights and gradients: counted in a step, and as lightning fit estimates it"
+    "allocate besides weights and gradients: counted in a step (by torch on a GPU), and as lightning fit estimates it"
 )
 
 
@@ -71,17 +71,23 @@ class TrainingStep:
 
     def memory(self) -> tuple[int, int]:
         """Bytes that a loss and its backward pass need besides weights, gradients and batch, and their estimate."""
-        batch, weights = self._batch(), self.base.base_weights
-        existing = [*self.drafter.state_dict().values(), *self.base.model.parameters(), self.ids, self.mask]
+        batch, weights, ids = self._batch(), self.base.base_weights, self.ids
+        existing = [*self.drafter.state_dict().values(), *self.base.model.parameters(), ids, self.mask]
         existing += [batch.hidden, batch.required_last_hidden(), batch.labels]
         for weight in self.drafter.parameters():
             weight.grad = torch.zeros_like(weight)
             existing.append(weight.grad)
-        with LiveBytes(*existing) as live:
+        if ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats(ids.device)
+            peak = -torch.cuda.memory_allocated(ids.device)
             self._train(self.drafter, batch, weights)
+            peak += torch.cuda.max_memory_allocated(ids.device)
+        else:
+            with LiveBytes(*existing) as live:
+                self._train(self.drafter, batch, weights)
+            peak = live.peak
         self.drafter.zero_grad()
-        size = self.ids.shape[0], self.ids.shape[1]
-        return live.peak, step_bytes(self.drafter, weights, size, self.autocast, self.ids.is_cuda)
+        return peak, step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.is_cuda)
 
     def _batch(self) -> TrainingBatch:
         hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids)

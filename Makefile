@@ -12,9 +12,10 @@ TORCH ?= torch>=2.6,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
+GPU_ARGS ?=
 FUZZ_MINUTES ?= 30
 
-.PHONY: install install-engines quickstart smollm2 smollm2-base test test-fast test-engines fuzz coverage lint docs tiny-chat clean
+.PHONY: install install-engines quickstart smollm2 smollm2-base test test-fast test-engines fuzz coverage lint docs gpu tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -88,6 +89,10 @@ lint: install
 docs: install
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# In ten minutes, all that was never measured on a GPU: runs/gpu/full/page.md. Without one: make gpu GPU_ARGS='--tiny true'
+gpu: install
+	PATH="$(CURDIR)/$(BIN):$$PATH" COLUMNS=120 python -m benchmarks.gpu $(GPU_ARGS)
 
 # Rebuild the shipped base from scratch: train its tokenizer, pre-train the model, export it.
 tiny-chat: install

@@ -1,15 +1,21 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
+import fcntl
 import json
 import logging
+import re
+import shlex
+import sys
+from importlib import import_module
 
 import pytest
 import torch
 
-from benchmarks import harness, paper_figures, steps, training_speed
+from benchmarks import gpu, harness, paper_figures, steps, training_speed
 from inference.questions import QuestionOptions
 from inference.verifier import compiled as verifier_compiled
 from inference.verifier.base import load_base
+from train.cli import parse
 
 
 def rows(markdown):
@@ -119,3 +125,37 @@ def test_the_figures_of_the_papers_with_the_base_as_its_own_draft_model(tmp_path
     options = QuestionOptions(benchmarks, limit=2)
     found = paper_figures.noise(base, options.select(base, options.load()), 24, counts=(0, 16)).rows
     assert found[0] == ["0", "100.0", "100.0"] and float(found[1][1]) < 100
+
+
+def test_a_part_of_the_gpu_page_that_fails_or_hangs_costs_only_itself(tmp_path):
+    parts = {
+        "fails": (20, f"{sys.executable} -c 'print(1); raise ValueError(\"its cause\")'"),
+        "hangs": (1, "(flock 9; echo waiting; sleep 60) 9> {out}/lock & wait"),
+        "works": (20, "echo >> {out}/runs; printf '\\n## Title\\n\\n| a |'; echo {drafters} {size}"),
+    }
+    trained = tmp_path / "drafters" / "1" / "ctc" / "seed0" / "drafter"
+    trained.mkdir(parents=True)
+    gpu.run(parts, {"size": "tiny"}, tmp_path, 60)
+    with open(tmp_path / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what a part has started has ended
+    page = (tmp_path / "page.md").read_text()
+    assert re.search(r"failed after \d+ s of at most 20: `ValueError: its cause`\n\n```text\n1\n```\n", page)
+    assert re.search(r"stopped after \d+ s of at most 1\n\n```text\nwaiting\n```\n", page)
+    assert "### Title\n\n| a |--drafter joint --drafter anpd" in page
+    assert f"--drafter ctc={trained} --drafter merged={trained} tiny\n" in page
+    gpu.run(parts, {"size": "tiny"}, tmp_path, 0)
+    again = (tmp_path / "page.md").read_text()
+    assert again.count(" of at most 0\n") == 2 and (tmp_path / "runs").read_text() == "\n"
+
+
+@pytest.mark.parametrize("is_tiny", [False, True])
+def test_the_commands_of_the_gpu_page_exist(is_tiny):
+    sizes = {name: pair[is_tiny] for name, pair in gpu.SIZES.items()}
+    for _, command in gpu.PARTS.values():
+        program, name, *words = shlex.split(command.format(**sizes, out="OUT", drafters="--drafter joint"))
+        if program == "drafters":
+            parse(name, words)
+        elif program == "python":
+            function = getattr(import_module(words[0]), words[0].rpartition(".")[2])
+            with pytest.raises(SystemExit, match="0"):
+                harness.main(function, [*words[1:], "--print_config"])

@@ -130,8 +130,7 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
 def orders(base: Base, spec: str, asked: Asked, max_new_tokens: int) -> ResultTable:
     """Decode the questions of all benchmarks in several orders, keeping the phrases from text to text."""
     tasks = [own.prompts for own in asked.values()]
-    shuffled = list(chain(*tasks))
-    random.Random(0).shuffle(shuffled)
+    shuffled = random.Random(0).sample(list(chain(*tasks)), sum(map(len, tasks)))
     longest = max(map(len, tasks))
     numbers = sorted({1, 2, 4, 10, longest} & set(range(longest + 1)), reverse=True)
     arranged = {f"{number} of a task in turn": in_turn(tasks, number) for number in numbers} | {"shuffled": shuffled}
@@ -139,12 +138,10 @@ def orders(base: Base, spec: str, asked: Asked, max_new_tokens: int) -> ResultTa
     table = ResultTable("Order of tasks (Ouroboros, Table 17)", ["order", "acceptance length", "draft forwards/token"])
     for name, prompts in arranged.items():
         runner = Runner(base)
-        own = spec + ",history=false" * (name == FORGETTING)
-        session = Session(runner, drafter_specs.make(own, runner))
+        session = Session(runner, drafter_specs.make(spec + ",history=false" * (name == FORGETTING), runner))
         runs = [session.run(prompt, max_new_tokens, base.eos) for prompt in prompts]
         steps = [step for run in runs for step in run.steps[1:]]
-        num_tokens = sum(step.emitted for step in steps)
-        forwards = sum(step.draft_forwards for step in steps)
+        num_tokens, forwards = sum(step.emitted for step in steps), sum(step.draft_forwards for step in steps)
         table.rows.append([name, f"{num_tokens / len(steps):.3f}", f"{forwards / num_tokens:.2f}"])
     table.notes.append(f"{spec.partition(':')[2]}; {len(shuffled)} questions of {', '.join(asked)}")
     return table

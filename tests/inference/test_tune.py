@@ -226,6 +226,20 @@ def test_all_sets_of_skipped_sublayers_are_tried_and_the_best_is_written(folder,
     assert all(everything[json.dumps(t["options"])] == t["acceptance_length"] for t in searched["trials"])
 
 
+@pytest.mark.slow
+def test_the_gaussian_process_finds_the_best_of_64_sets_of_sublayers_in_12_trials(make_base, tmp_path):
+    """The objective is a sum over the skipped sublayers; with this seed, random sets and TPE miss its maximum."""
+    space = read_space(["skips"], "self_speculative", make_base(layers=3))
+    gains = dict(zip(space, (3, -1, 2, -4, 1.5, -2), strict=True))
+    tuner = SimpleNamespace(
+        key=lambda params: json.dumps(sorted(params.items())),
+        measure=lambda params: {"acceptance_length": sum(gains[name] for name, skipped in params.items() if skipped)},
+    )
+    search = SearchOptions([], "gp", trials=12, objective="acceptance_length", search_seed=1)
+    best, *_ = tune.run(*tune.open_study(tmp_path / "study.db", "skips", search), space, tuner, search)
+    assert best["options"] == {name: gain > 0 for name, gain in gains.items()}
+
+
 def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_base):
     space = read_space(["skips"], "self_speculative", make_base(layers=3))
     nothing, default = first_trials(space, SearchOptions([], "gp"))

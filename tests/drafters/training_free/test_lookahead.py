@@ -129,6 +129,22 @@ def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arg
     assert gained or drafter.window == 1
 
 
+class EmptyPool(NgramPool):
+    """Keeps nothing."""
+
+    def insert(self, key, gram):
+        pass
+
+
+@pytest.mark.parametrize(("level", "window"), [(3, 1), (5, 1), (5, 7), (4, 15)])
+def test_with_an_empty_pool_the_steps_are_those_of_the_base_alone_with_the_whole_window(pseudo_runner, level, window):
+    runner = pseudo_runner(vocab=8)
+    result = Session(runner, Lookahead(level, window, pool=EmptyPool())).run([1, 2, 3], 40)
+    assert result.tokens == runner.greedy([1, 2, 3], 40)
+    assert [(step.emitted, step.fed_candidates) for step in result.steps] == [(1, 0)] * 40
+    assert {step.fed_scratch for step in result.steps[level - 2 :]} == {window * (level - 1) - 1}
+
+
 @pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
 def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit):
     drafter = Lookahead(level=4, window=5)

@@ -7,7 +7,8 @@ import pytest
 from drafters.protocol import Limits
 from drafters.training_free.ngram import ANPD, PromptLookup
 from inference.chat import ChatSession
-from inference.verifier.session import Session
+from inference.evaluate.breakdowns import count_drafts
+from inference.verifier.session import Session, acceptance_length
 
 FAR = Limits(max_depth=100)
 
@@ -140,6 +141,24 @@ def test_anpd_without_update_has_the_tables_of_the_latest_prompt_of_a_chat(pseud
         fresh.begin(prompt)
         assert vars(drafter) | {"_length": 0} == vars(fresh) | {"_length": 0} and drafted
         prompt = [*chat.session.seq[: len(chat.session.seq) - num_cut], 3, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_alpha_times_num_draft_plus_1_is_the_acceptance_length_of_anpd(pseudo_runner, seed):
+    """Section 4.5 of its paper: alpha is a share of K tokens per step, even where fewer could be drafted."""
+    runner, slow, prompt, accepted = pseudo_runner(seed, vocab=6), SlowANPD(3, 6), [1, 2, 3], []
+    slow.begin(prompt)
+    truth = prompt + runner.greedy(prompt, 80)
+    while following := truth[len(slow.text) :]:
+        draft = slow.draft(slow.text)[: len(following) - 1]
+        accepted.append([*map(int.__eq__, draft, following), False].index(False))
+        slow.read(following[: accepted[-1] + 1])
+    _, *decoded = accepted  # the first step is the prefill
+    alpha, steps = sum(decoded) / (6 * len(decoded)), Session(runner, ANPD(order=3, num_draft=6)).run(prompt, 80).steps
+    found = count_drafts([steps]).figures()
+    assert found["accepted_per_step"] / 6 == pytest.approx(alpha)
+    assert alpha * 6 + 1 == pytest.approx(acceptance_length([steps]))
+    assert found["hit_ratio"] > alpha > 0, "the share of the drafted tokens is another figure"
 
 
 @each_drafter

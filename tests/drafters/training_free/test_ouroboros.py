@@ -9,7 +9,7 @@ from drafters.protocol import Limits, StepResult
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.session import Session
+from inference.verifier.session import Session, acceptance_length
 from tests.drafters.training_free.oracles import PlainPool, held
 
 NO_EOS = frozenset()
@@ -165,7 +165,7 @@ def pool_of(*phrases):
 # ---- against the plain loops
 
 
-SIZES = [(1, 3, 3), (4, 1, 3), (4, 3, 4), (7, 3, 5), (12, 5, 7), (12, 3, 3)]  # gamma, K, level
+SIZES = [(1, 3, 3), (4, 1, 3), (4, 3, 4), (7, 3, 5), (12, 5, 7), (12, 3, 3), (4, 3, 6), (3, 3, 7)]  # gamma, K, level
 
 
 @pytest.mark.slow
@@ -232,6 +232,14 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
             assert lengthen or cost.fed_candidates <= 7
         assert bool(book.learned) == verify
         assert bool(book.corrected) == (lengthen and verify)
+
+
+@pytest.mark.parametrize("lengthen", [True, False])
+def test_behind_a_perfect_draft_model_tokens_are_accepted_beyond_the_draft(pseudo_runner, lengthen):
+    base, draft, pool = pseudo_runner(0), pseudo_runner(0), NgramPool(6)
+    inner = DraftModelSession(draft, Lookahead(4, 6, 6, pool=pool))
+    *steps, _ = Session(base, Ouroboros(inner, pool, 5, 3, 4, lengthen)).run([4, 1], 80).steps  # the end cuts the last
+    assert acceptance_length([steps]) > 6 if lengthen else {step.emitted for step in steps} == {6}
 
 
 # ---- by hand

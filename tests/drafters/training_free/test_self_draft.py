@@ -2,9 +2,12 @@
 
 import random
 
+import numpy as np
 import pytest
 
-from drafters import SelfDraft
+from drafters import CorpusCache, SelfDraft
+from drafters.training_free.corpus import CorpusTable
+from inference.indexes import count
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
 from tests.drafters.training_free.oracles import PlainCorpus, PlainPool, held
@@ -178,6 +181,20 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
         assert next(run, None) is None
     assert steps > 20
     assert hits or eos or vocab == 30
+
+
+def test_an_empty_corpus_changes_no_step_and_a_corpus_alone_feeds_no_branches(pseudo_runner):
+    runner, prompt = pseudo_runner(0), [1, 2, 3]
+    texts = [], runner.greedy(prompt, 60)
+    empty, known = (CorpusTable(*count(np.array(text, dtype=np.int32), 1, 20)) for text in texts)
+
+    def steps(drafter):
+        done = Session(runner, drafter).run(prompt, 60).steps
+        return [(step.emitted, step.fed_candidates, step.fed_scratch) for step in done]
+
+    assert steps(SelfDraft(corpus=empty)) == steps(SelfDraft())
+    assert len(steps(SelfDraft(corpus=known))) < len(steps(SelfDraft()))
+    assert {scratch for *_, scratch in steps(CorpusCache(known))} == {0} and len(steps(CorpusCache(known))) < 60
 
 
 def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):

@@ -20,7 +20,7 @@ from inference.verifier.layer_skipping import (
 from inference.verifier.layers import cache_argument
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
+from inference.verifier.session import Session, acceptance_length
 from tests.conftest import fresh_cache
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of
 
@@ -223,6 +223,13 @@ def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_b
     samplers = KeyedSampler(0.9, seed=1), KeyedSampler(0.9, seed=2)
     result = session_of(base, SETS["nothing"], *samplers, num_draft=5).run(prompt_of(3), 31)
     assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
+
+
+@pytest.mark.parametrize(("skips", "length"), [("nothing", 6), ("everything", 1)])
+def test_acceptance_with_no_and_with_all_sublayers_skipped(make_base, skips, length):
+    steps = session_of(make_base(layers=3), SETS[skips], num_draft=5).run(prompt_of(3), 49).steps
+    assert {step.fed_candidates for step in steps[1:-5]} == {5}
+    assert length <= acceptance_length([steps]) <= length + 0.1
 
 
 # ---- skip sets by name, by file, by default

@@ -26,6 +26,7 @@ from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, w
 LENGTH = 26
 SHORT = 12  # where a property shows within two cycles of the text
 KEYED = {"greedy": None, "sampled": KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)}
+KEYED |= {f"sampled at {t}": KeyedSampler(temperature=t, top_p=0.8, seed=1) for t in (0.5, 1.0)}
 SAMPLERS = {name: sampler or Greedy() for name, sampler in KEYED.items()}
 
 
@@ -87,7 +88,9 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "hydra++": (drafters.Hydra, HEADS | HYDRA_PLUS_PLUS, {}),
     "eagle": (drafters.EAGLE, EAGLE, {}),
     "eagle, chain": (drafters.EAGLE, EAGLE, {"tree": "chain"}),
+    "eagle, static": (drafters.EAGLE, EAGLE, {"tree": "static", "static": STATIC_TREE}),
     "eagle3": (drafters.EAGLE3, EAGLE, {}),
+    "eagle3, static": (drafters.EAGLE3, EAGLE, {"tree": "static"}),
 }
 DRAFTERS = {
     "none": lambda runner, make_base, truth: drafters.NoDrafter(),
@@ -141,6 +144,7 @@ COMPILED = [
     "eagle",
 ]
 COMPILED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
+OTHER_TEMPERATURES = ["anpd", "self_draft", "ouroboros", "self_speculative", "ctc", "eagle"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 KINDS += [("qwen3", "sdpa"), ("olmo", "sdpa")]
 
@@ -168,7 +172,7 @@ def make_learned(make_base, train_drafter, shared_folder):
         texts = [
             [*prompt, *alone(base, prompt, 40 - len(prompt), sampler=sampler)]
             for prompt in (prompt_of(1), prompt_of(17))
-            for sampler in SAMPLERS
+            for sampler in ("greedy", "sampled")
         ]
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -214,14 +218,16 @@ def session(make_base, make_drafter, make_learned):
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention", "name"),
+    ("kind", "attention", "name", "sampler"),
     [
-        pytest.param(*kind, name, marks=[pytest.mark.slow] if kind != ("llama", "sdpa") else [])
+        pytest.param(
+            *kind, name, sampler, marks=[pytest.mark.slow] if (*kind, sampler) != ("llama", "sdpa", "greedy") else []
+        )
         for kind in KINDS
         for name in fitting(kind[0])
+        for sampler in (SAMPLERS if kind == ("llama", "sdpa") and name in OTHER_TEMPERATURES else list(SAMPLERS)[:2])
     ],
 )
-@pytest.mark.parametrize("sampler", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_text_is_the_bases_own(session, make_base, name, kind, attention, sampler):
     base = make_base(kind, attention, predictable=True)
     runner = Runner(base)

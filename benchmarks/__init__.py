@@ -4,7 +4,7 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 
 - docs/results/ctc.md, ctc_variants.md: `learned_drafters` (learned drafters by nodes, kind of draft tree
   and length of the training, and Table 2 of the CTC paper)
-- docs/results/papers.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make)
+- docs/deviations.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make)
 - docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and compiled)
 - docs/results/serving.md: `vllm_drafters` (drafters in vLLM beside vLLM alone; needs its environment)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base, by `widening`)

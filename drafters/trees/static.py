@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -77,7 +78,13 @@ def grow(logits: Tensor, step: Step, paths: Sequence[RankPath]) -> list[DraftTre
         fed = [path for path in level if path in inner]
         if not fed:
             break
-        slots = torch.tensor([beam.index(path[:-1]) for path in fed], device=logits.device).expand(len(logits), -1)
-        logits, beam = step(torch.stack([tokens[path] for path in fed], dim=1), slots), fed
+        slots = _slots(tuple(beam.index(path[:-1]) for path in fed), logits.device)
+        logits, beam = step(torch.stack([tokens[path] for path in fed], dim=1), slots.expand(len(logits), -1)), fed
     parents = [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]
     return [DraftTree(row, parents) for row in torch.stack([tokens[path] for path in paths], dim=1).tolist()]
+
+
+@lru_cache(maxsize=64)
+def _slots(slots: tuple[int, ...], device: torch.device) -> Tensor:
+    """The slots (W,) of a level, which are copied to the device only once."""
+    return torch.tensor(slots, device=device)

@@ -47,7 +47,7 @@ def paper_figures(
         base: Folder or hub id of the base.
         draft_model: Folder or hub id of a smaller model with the same vocabulary.
         benchmark: NAME[:STYLE][=FILE] as in `drafters eval`; may be repeated.
-        rows: Rows of each benchmark, as a slice.
+        rows: Rows of each benchmark, as in `drafters eval`.
         limit: Maximum number of questions of each benchmark.
         max_new_tokens: Maximum number of tokens of an answer.
         dtype: Dtype of both models.
@@ -121,6 +121,8 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
         drafter = Matches(DraftModelSession(drafter_specs.model_runner(draft_model, base)), num_draft)
         for prompt in own.prompts:
             Session(runner, drafter).run(prompt, max_new_tokens, base.eos)
+        if not drafter.num_drafts:
+            raise ValueError(f"{name}: no answer has room for a draft of {num_draft} tokens: raise max_new_tokens")
         means = drafter.num_matches / drafter.num_drafts, drafter.num_accepted / drafter.num_drafts
         table.rows.append([name, *map("{:.2f}".format, means)])
     table.notes.append(f"Tokens per draft of {num_draft}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import chain
 
 import numpy as np
 import torch
@@ -67,24 +68,36 @@ def grow(logits: Tensor, step: Step, paths: Sequence[RankPath]) -> list[DraftTre
     A node has the token of its rank among the most probable ones after its own parent. The nodes with children are fed
     to the draft module, one level after another. Takes logits (A, V) at the roots, and what runs the module.
     """
+    num_ranks, levels, order, parents = _layout(tuple(paths), logits.device)
+    found: list[Tensor] = []  # the tokens (A, n) of each level
+    logits = logits[:, None]  # (A, W, V)
+    for shown, fed, slots in levels:
+        found.append(logits.topk(num_ranks).indices.flatten(1)[:, shown])
+        if len(fed):
+            logits = step(found[-1][:, fed], slots.expand(len(logits), -1))
+    return [DraftTree(row, parents) for row in torch.cat(found, dim=1)[:, order].tolist()]
+
+
+@lru_cache(maxsize=8)
+def _layout(
+    paths: tuple[RankPath, ...], device: torch.device
+) -> tuple[int, list[tuple[Tensor, ...]], Tensor, list[int]]:
+    """What `grow` needs of a tree; it is copied to the device only once.
+
+    Returns the number of ranks k, the levels, the place of each node among the nodes of all levels, and the parents. A
+    level says where its n tokens stand among the W * k of the beam, which of them are fed, and the slots of those.
+    """
     inner, num_ranks = {path[:-1] for path in paths}, 1 + max(path[-1] for path in paths)
-    tokens: dict[RankPath, Tensor] = {}  # (A,) of each path
-    beam: list[RankPath] = [()]  # the nodes whose children come next
-    logits = logits[:, None]  # (A, 1, V)
-    while True:
-        best = logits.topk(num_ranks).indices  # (A, W, k)
+    beam: list[RankPath] = [()]  # the nodes whose children make the level
+    numbers, nodes = list[list[int]](), list[RankPath]()
+    while beam:
         level = [path for path in paths if path[:-1] in beam]
-        tokens |= {path: best[:, beam.index(path[:-1]), path[-1]] for path in level}
-        fed = [path for path in level if path in inner]
-        if not fed:
-            break
-        slots = _slots(tuple(beam.index(path[:-1]) for path in fed), logits.device)
-        logits, beam = step(torch.stack([tokens[path] for path in fed], dim=1), slots.expand(len(logits), -1)), fed
-    parents = [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]
-    return [DraftTree(row, parents) for row in torch.stack([tokens[path] for path in paths], dim=1).tolist()]
-
-
-@lru_cache(maxsize=64)
-def _slots(slots: tuple[int, ...], device: torch.device) -> Tensor:
-    """The slots (W,) of a level, which are copied to the device only once."""
-    return torch.tensor(slots, device=device)
+        slots = [beam.index(path[:-1]) for path in level]
+        shown = [slot * num_ranks + path[-1] for slot, path in zip(slots, level, strict=True)]
+        fed = [place for place, path in enumerate(level) if path in inner]
+        numbers += [shown, fed, [slots[place] for place in fed]]
+        nodes, beam = nodes + level, [level[place] for place in fed]
+    numbers.append([nodes.index(path) for path in paths])
+    *parts, order = torch.tensor(list(chain(*numbers)), device=device).split([len(own) for own in numbers])
+    levels = [tuple(parts[at : at + 3]) for at in range(0, len(parts), 3)]
+    return num_ranks, levels, order, [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]

@@ -58,7 +58,7 @@ def copies_of(name):
     if name == "none":
         return 1, 2
     if name.startswith("eagle") and name.endswith("static"):
-        return 2, 8  # the first draft copies which nodes each level extends
+        return 2, 6  # the first draft copies the layout of the tree
     if name.startswith("eagle") or name == "ctc, reads tokens":
         return 2, 5
     return (2, 4) if name in lossless.LEARNED | CTC_OPTIONS or name == "merged" else (1, 3)

@@ -123,8 +123,8 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
             Session(runner, drafter).run(prompt, max_new_tokens, base.eos)
         if not drafter.num_drafts:
             raise ValueError(f"{name}: no answer has room for a draft of {num_draft} tokens: raise max_new_tokens")
-        means = drafter.num_matches / drafter.num_drafts, drafter.num_accepted / drafter.num_drafts
-        table.rows.append([name, *map("{:.2f}".format, means)])
+        counts = drafter.num_matches, drafter.num_accepted
+        table.rows.append([name, *(f"{count / drafter.num_drafts:.2f}" for count in counts)])
     table.notes.append(f"Tokens per draft of {num_draft}.")
     return table
 
@@ -133,16 +133,14 @@ def orders(base: Base, spec: str, asked: Asked, max_new_tokens: int) -> ResultTa
     """Decode the questions of all benchmarks in several orders, keeping the phrases from text to text."""
     tasks = [own.prompts for own in asked.values()]
     shuffled = random.Random(0).sample(list(chain(*tasks)), sum(map(len, tasks)))
-    longest = max(map(len, tasks))
-    numbers = sorted({1, 2, 4, 10, longest} & set(range(longest + 1)), reverse=True)
+    numbers = sorted({min(number, max(map(len, tasks))) for number in (1, 2, 4, 10, 10**9)}, reverse=True)
     arranged = {f"{number} of a task in turn": in_turn(tasks, number) for number in numbers} | {"shuffled": shuffled}
     arranged[FORGETTING] = shuffled
     table = ResultTable("Order of tasks (Ouroboros, Table 17)", ["order", "acceptance length", "draft forwards/token"])
     for name, prompts in arranged.items():
         runner = Runner(base)
         session = Session(runner, drafter_specs.make(spec + ",history=false" * (name == FORGETTING), runner))
-        runs = [session.run(prompt, max_new_tokens, base.eos) for prompt in prompts]
-        steps = [step for run in runs for step in run.steps[1:]]
+        steps = [step for prompt in prompts for step in session.run(prompt, max_new_tokens, base.eos).steps[1:]]
         num_tokens, forwards = sum(step.emitted for step in steps), sum(step.draft_forwards for step in steps)
         table.rows.append([name, f"{num_tokens / len(steps):.3f}", f"{forwards / num_tokens:.2f}"])
     table.notes.append(f"{spec.partition(':')[2]}; {len(shuffled)} questions of {', '.join(asked)}")

@@ -36,6 +36,7 @@ from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
+from inference.verifier.sampling import most_probable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,7 +60,7 @@ def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> Ba
         hidden, last_hidden = base.hidden_states(input_ids, layers)
         head = base.base_weights.head
         # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
-        labels = torch.stack([(states @ head.T).argmax(-1) for states in last_hidden])
+        labels = torch.stack([most_probable(states @ head.T) for states in last_hidden])
     return BaseFeatures(hidden, last_hidden, labels)
 
 

@@ -10,7 +10,7 @@ from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache
 from inference.verifier.layers import cache_argument
-from inference.verifier.sampling import KeyedSampler, draw_tokens
+from inference.verifier.sampling import KeyedSampler, draw_tokens, most_probable
 
 SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished
 
@@ -63,7 +63,7 @@ def decode_batch(
             numbers = [samplers[row].uniform(len(prompts[row]) + len(answers[row])) for row in rows]
             picks = draw_tokens(samplers[0].probabilities(logits[:, -1]), numbers)  # (B,)
         else:
-            picks = logits[:, -1].argmax(-1)
+            picks = most_probable(logits[:, -1])
         for row, token in zip(rows, picks.tolist(), strict=True):
             if is_unfinished[row]:
                 answers[row].append(token)

@@ -36,8 +36,6 @@ ROOM = "inference.vllm"
 NONE = "none"
 BLOCK_SIZE = 32
 HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
-
-
 Build = Callable[[], Drafter]
 
 

@@ -1,9 +1,7 @@
-"""Lightning callbacks: what a training logs, skipped steps, averaged weights, and memory on CPUs."""
+"""Lightning callbacks: what a training logs, skipped steps and averaged weights."""
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import resource
 import sys
 import time
@@ -33,20 +31,6 @@ class CommandLine(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["command"] = self.command
-
-
-class KeepFreedMemory(L.Callback):
-    """On a CPU, lets glibc reuse the memory that tensors free, instead of giving it back to the system.
-
-    By default it gives back blocks larger than any that were freed before; the system fills with zeros what it hands
-    out again. The setting lasts as long as the process.
-    """
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.strategy.root_device.type == "cpu" and platform.libc_ver()[0] == "glibc":
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest that glibc accepts
-            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the largest int
 
 
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:

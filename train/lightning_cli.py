@@ -20,7 +20,7 @@ from data.files import output_lock
 from data.module import ShareGPTData
 from drafters.registry import find_class
 from inference.runs import folder_above
-from train.callbacks import CommandLine, KeepFreedMemory, SkipNonFiniteSteps, Speed
+from train.callbacks import CommandLine, SkipNonFiniteSteps, Speed
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
 from train.memory import MemoryEstimate
 from train.module import DrafterTraining
@@ -72,7 +72,7 @@ class DrafterCLI(LightningCLI):
                 trainer_defaults={
                     "use_distributed_sampler": False,  # the data module distributes batches by length itself
                     "enable_model_summary": False,  # the memory estimate says what is trained
-                    "callbacks": [Preemption(), Speed(), MemoryEstimate(), KeepFreedMemory(), CommandLine(command)],
+                    "callbacks": [Preemption(), Speed(), MemoryEstimate(), CommandLine(command)],
                 },
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,

@@ -19,6 +19,7 @@ from data import embedded
 from data.conversations import load_conversations
 from data.files import atomic_folder, write_checksums
 from data.tokenizer import load_tokenizer
+from inference.verifier.base import keep_freed_memory
 from train.checkpoints import read_checkpoint
 from train.cli import user_errors
 from train.optimizer import adamw, with_schedule
@@ -146,6 +147,7 @@ def run(args: list[str]) -> None:
         if args[:1] == ["fit"]:
             from train.lightning_cli import run as fit
 
+            keep_freed_memory()
             fit(args, shlex.join(["python", "-m", "benchmarks.pretrain", *args]), BaseTraining, "model.tokenizer")
         else:
             auto_cli([tokenizer, export], args=args)

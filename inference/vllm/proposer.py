@@ -26,7 +26,7 @@ GREEDY_ONLY = "greedy_only"
 
 
 class Proposer(ABC):
-    """A drafter as vLLM's ``custom_class`` hook calls it (``vllm/v1/spec_decode/custom_class_proposer.py``, 0.32).
+    """A drafter as vLLM's ``custom_class`` hook calls it (``vllm/v1/spec_decode/custom_class_proposer.py``).
 
         --speculative-config '{"method": "custom_class", "model": "MODULE.CLASS", "num_speculative_tokens": 6}'
         --additional-config '{"drafter": "FOLDER"}'

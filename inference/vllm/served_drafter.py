@@ -16,16 +16,17 @@ from inference import drafter_specs
 from inference.verifier.base import BaseConfig
 from inference.vllm.own_methods import spec_of_folder
 
-SUPPORTED = "0.32"
-"""Version of vLLM that the plugin is tested with; the hook is experimental there and may change in others."""
+SUPPORTED = "0.32", "0.33"
+"""Versions of vLLM whose hook the plugin knows: tested in the first, compared with the source of the second."""
+REQUIREMENT = "vllm>=0.32,<0.34"
 
 
 def check_version(version: str) -> None:
-    """Raise ValueError if this is not a version of vLLM that the plugin is tested with."""
-    if version.split("+")[0].split(".")[:2] != SUPPORTED.split("."):
+    """Raise ValueError if this is not a version of vLLM that the plugin knows."""
+    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
         raise ValueError(
             f"vLLM {safe_line(version)} is not supported: its hook for drafters is experimental and changes; "
-            f"install vllm=={SUPPORTED}.*"
+            f"install '{REQUIREMENT}'"
         )
 
 

@@ -165,6 +165,14 @@ def test_the_line_for_a_block_drafter_in_vllm_s_format_needs_a_gpu(public, monke
     assert "vLLM runs DSpark on a GPU only" in refusal(capsys, folder)
 
 
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.1+cu130"])
+def test_medusa_is_refused_for_a_version_of_vllm_that_has_removed_it(version, exported, monkeypatch, capsys):
+    monkeypatch.setattr(command, "installed_vllm", lambda: ("vllm", "0.32.0"))
+    assert '"method": "medusa"' in command.make_launch(BASE, exported("medusa")).line
+    monkeypatch.setattr(command, "installed_vllm", lambda: ("vllm", version))
+    assert f"vLLM {version} has no Medusa: 0.33 removed it" in refusal(capsys, exported("medusa"), "--base", BASE)
+
+
 @pytest.mark.parametrize("part", ["eagle-runs", "my-EAGLE3", "dflash", "dspark"])
 def test_a_medusa_folder_that_vllm_takes_for_another_method_is_refused(part, exported, tmp_path, capsys):
     shutil.copytree(exported("medusa"), tmp_path / part / "medusa")
@@ -234,8 +242,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(made, arguments, message, 
     assert message in refusal(capsys, *arguments)
 
 
-@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.320.1"])
+@pytest.mark.parametrize("version", ["0.31.4", "0.34.0", "1.0", "0.320.1", "0.330.0"])
 def test_another_version_of_vllm_is_refused(version, monkeypatch, capsys):
     check_version("0.32.7+cpu")
+    check_version("0.33.0")
     monkeypatch.setattr(command, "version", lambda package: version)
     assert f"vLLM {version} is not supported" in refusal(capsys, "anpd", "--base", BASE)

@@ -1,6 +1,8 @@
 """Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
 
 import json
+import platform
+import resource
 import shutil
 
 import pytest
@@ -30,6 +32,15 @@ def refusal(name, load=load_base):
     assert "\n" not in message
     assert str(name) in message
     return message
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc's settings are glibc's")
+def test_freed_memory_is_used_again_without_new_pages(whole):
+    load_base(str(whole))
+    torch.ones(2**24)  # 64 MB
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1000  # 16,384 without the setting
 
 
 def test_a_saved_base_loads_frozen_and_gives_the_same_logits(whole, make_base):

@@ -16,7 +16,8 @@ from drafters.trees.search import Bias, Candidates
 
 NUM_CONTEXTS = 4
 """Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
-NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 4096, 512, 16
+SMALL = 4096  # in a vocabulary of at most so many tokens all are biased and compared
+NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 1024, 128, 8
 """Of a larger vocabulary: the tokens that are biased, those compared, and those whose successors are compared too."""
 NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large vocabulary, 6 MB each
 
@@ -61,7 +62,7 @@ def choose(
 
     Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
     expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
-    the token before it. Of a large vocabulary, the bias is multiplied for the 4,096 tokens that are most probable in
+    the token before it. Of a large vocabulary, the bias is multiplied for the 1,024 tokens that are most probable in
     any frame, and only a `short_list` of these is compared.
 
     Args:
@@ -96,9 +97,10 @@ def _choose(
         return tokens.gather(1, best), _at(probs, pad(best, (0, has_blank), value=vocab_size))
     left, right = map(at_least_float32, (markov.left, markov.right))
     symbols = Symbols(logits, tokens, has_blank, left, right)
-    if vocab_size > (num_likely := max(NUM_LIKELY, num_candidates)):
+    if vocab_size > max(SMALL, num_candidates):
         symbols = symbols._replace(logits=logits.log_softmax(-1))
-        symbols = symbols.part(symbols.logits[..., :vocab_size].amax(1).topk(num_likely).indices)
+        likely = symbols.logits[..., :vocab_size].amax(1).topk(max(NUM_LIKELY, num_candidates)).indices
+        symbols = symbols.part(likely)
         listed = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
         best = listed.gather(1, expected_frames(symbols.part(listed), roots).topk(num_candidates).indices)
     else:
@@ -141,12 +143,12 @@ def short_list(symbols: Symbols, roots: Tensor, size: int) -> Tensor:
     """The columns (A, size) of the tokens that are likely in a frame, or that the bias makes likely after such a token.
 
     A token counts with its largest probability in any frame, times what the bias makes of it after the token before
-    that favours it most: the root, or one of 16 likely tokens, which counts with its own largest probability. The
+    that favours it most: the root, or one of 8 likely tokens, which counts with its own largest probability. The
     symbols are a part, with the most probable tokens first.
     """
     likely = symbols.logits[..., : symbols.tokens.shape[1]].amax(1)  # (A, N)
     raised = symbols.bias(torch.cat([roots[:, None], symbols.tokens[:, :NUM_BEFORE]], 1))[..., : likely.shape[1]]
-    raised = raised - raised.mean(-1, keepdim=True) + pad(likely[:, :NUM_BEFORE], (1, 0))[..., None]  # (A, 1 + 16, N)
+    raised = raised - raised.mean(-1, keepdim=True) + pad(likely[:, :NUM_BEFORE], (1, 0))[..., None]  # (A, 1 + 8, N)
     return (likely + raised.amax(1).clamp(min=0)).topk(size).indices
 
 

@@ -81,6 +81,7 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
     markov, num_drafts, with_bias, is_short, monkeypatch
 ):
     if is_short:
+        monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(module, "NUM_LIKELY", 7)
         monkeypatch.setattr(module, "NUM_LISTED", 5)
     generator = torch.Generator().manual_seed(num_drafts)
@@ -159,6 +160,7 @@ def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
 def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a_bias(
     logits, markov, num_symbols, monkeypatch
 ):
+    monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(module, "NUM_LIKELY", 5)
     monkeypatch.setattr(module, "NUM_LISTED", 3)
     roots = torch.tensor([2, 7, 0])

@@ -37,14 +37,22 @@ class BaseShape:
                 raise ValueError(f"{name} of the base is {value!r}, not a positive number")
 
 
+class PackedHead(Protocol):
+    """A packed copy of an LM head: it multiplies a few states (..., D), without a gradient."""
+
+    def __call__(self, states: Tensor, /) -> Tensor: ...
+
+    def rows(self, tokens: Tensor) -> PackedHead:
+        """A packed copy of the rows for these tokens (V',)."""
+
+
 @dataclass(frozen=True)
 class BaseWeights:
     """Frozen weights of the base that a learned drafter uses but does not own."""
 
     embedding: Tensor  # (V, D) the token embedding
     head: Tensor  # (V, D) the LM head
-    # Multiplies a few states (..., D) with a packed copy of the LM head, without a gradient; None: the plain product.
-    packed_head: Callable[[Tensor], Tensor] | None = None
+    packed_head: PackedHead | None = None  # None: the plain product
 
 
 @dataclass(frozen=True)

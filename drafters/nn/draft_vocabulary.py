@@ -83,7 +83,8 @@ def restricted(base_weights: BaseWeights, draft_tokens: Tensor | None) -> tuple[
     if draft_tokens is None:
         return base_weights, None
     rows = base_weights.head.detach()[draft_tokens]
-    return BaseWeights(base_weights.embedding, rows), DraftVocabulary(draft_tokens, len(base_weights.head))
+    packed = base_weights.packed_head and base_weights.packed_head.rows(draft_tokens)
+    return BaseWeights(base_weights.embedding, rows, packed), DraftVocabulary(draft_tokens, len(base_weights.head))
 
 
 def most_frequent(counts: Tensor, num_tokens: int, kept: Collection[int] = ()) -> Tensor:

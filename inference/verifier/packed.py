@@ -50,6 +50,13 @@ class PackedLinear(nn.Linear):
             self._packed_from = origin
         return self._packed
 
+    def rows(self, tokens: Tensor) -> PackedLinear:
+        """A layer of the outputs for these tokens alone, packed on its own; without the bias."""
+        with torch.device("meta"):  # the weights follow
+            layer = nn.Linear(self.in_features, len(tokens), bias=False)
+        layer.weight = nn.Parameter(self.weight.detach()[tokens], requires_grad=False)
+        return PackedLinear(layer)
+
     def __getstate__(self) -> dict[str, Any]:
         """The state without the packed copy, which can be neither copied nor pickled."""
         return {**self.__dict__, "_packed": None, "_packed_from": None}

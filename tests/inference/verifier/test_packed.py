@@ -88,7 +88,7 @@ def test_weights_that_are_loaded_or_moved_later_are_packed_again():
 
 LEARNED = {
     "Block": {"num_frames": 4},
-    "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4},
+    "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4, "draft_vocab_size": 30},
     "EAGLE": {"depth": 3},
     "EAGLE3": {"depth": 3},
     "Hydra": {"num_heads": 3, "own_heads": False},
@@ -115,6 +115,8 @@ def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, 
         assert sorted(tree.tokens) == sorted(expected.tokens)  # nodes may be equally probable
     assert any(isinstance(module, PackedLinear) for module in drafter.modules())
     assert drafter.base_weights.packed_head is base.model.lm_head
+    if kind == "CTC":
+        assert isinstance(drafter.output(drafter.base_weights).base_weights.packed_head, PackedLinear)
 
 
 def test_a_layer_packed_at_first_use_takes_memory_only_then():

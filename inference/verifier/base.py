@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -22,13 +23,16 @@ from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_rev
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
-from inference.verifier.packed import PackedLinear, pack_weights
+from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"
+WITHOUT_AMX = "AVX512_CORE_BF16"
+"""The most that oneDNN may use for bit-identical rows, which it reads before its first product: AMX's tiles round a few
+rows otherwise when others are fed beside them."""
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
@@ -107,7 +111,7 @@ class Base(_Sizes):
         """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
         weights = self.base_weights
         if weights.packed_head is not None:
-            pack_weights(drafter, at_first_use=True)
+            pack_weights(drafter, at_first_use=True, smallest=smallest_packed(self.model))
         drafter.to(self.model.device).attach_base_weights(weights)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -248,6 +252,8 @@ def load_base(
     model = model.to(device).eval().requires_grad_(False)
     if model.device.type == "cpu":
         keep_freed_memory()
+        if bitwise is not False and dtype in ("bfloat16", "float16"):
+            os.environ.setdefault("ONEDNN_MAX_CPU_ISA", WITHOUT_AMX)
     if packed:
         pack_weights(model)
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)

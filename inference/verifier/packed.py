@@ -12,6 +12,7 @@ from torch.nn import functional as F
 # Numbers of tokens from which on packed weights are faster: one token in float32 is a matrix-vector product.
 PACKED_FROM = {torch.float32: 2, torch.bfloat16: 1}
 MIN_PACKED_ELEMENTS = 2**20  # layers with fewer weights stay in the processor's cache, where packing costs little
+LARGE_MODEL = 2**24  # with so many weights, layers down to a sixteenth of that size are out of the cache at each step
 
 
 def _has_packed_products(dtype: torch.dtype) -> bool:
@@ -70,7 +71,13 @@ class PackedLinear(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
 
-def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False) -> int:
+def smallest_packed(model: nn.Module) -> int:
+    """The number of weights from which on a layer of this model is packed, and of a drafter that runs beside it."""
+    is_large = sum(weight.numel() for weight in model.parameters()) >= LARGE_MODEL
+    return MIN_PACKED_ELEMENTS // 16 if is_large else MIN_PACKED_ELEMENTS
+
+
+def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False, smallest: int | None = None) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
     The model computes the same function up to rounding, in about twice the memory, unless ``alone``.
@@ -80,6 +87,7 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
             token, such as Medusa's LM heads, then takes no more memory.
         alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
+        smallest: Number of weights from which on a layer is packed; None for what `smallest_packed` says of the model.
 
     Raises:
         ValueError: The weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
@@ -94,11 +102,12 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
     if not _has_packed_products(weight.dtype):
         raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
+    smallest = smallest_packed(model) if smallest is None else smallest
     layers = [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_ELEMENTS
+        if type(child) is nn.Linear and child.weight.numel() >= smallest
     ]
     base: Any = model
     kept = base.get_output_embeddings().weight if alone else None

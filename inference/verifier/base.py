@@ -22,6 +22,7 @@ from data.gguf import end_tokens, is_gguf
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
+from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"
-WITHOUT_AMX = "AVX512_CORE_BF16"
-"""The most that oneDNN may use for bit-identical rows, which it reads before its first product: AMX's tiles round a few
-rows otherwise when others are fed beside them."""
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
@@ -252,8 +250,8 @@ def load_base(
     model = model.to(device).eval().requires_grad_(False)
     if model.device.type == "cpu":
         keep_freed_memory()
-        if bitwise is not False and dtype in ("bfloat16", "float16"):
-            os.environ.setdefault("ONEDNN_MAX_CPU_ISA", WITHOUT_AMX)
+        if bitwise or (bitwise is None and dtype in ("bfloat16", "float16")):
+            sum_alike()
     if packed:
         pack_weights(model)
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
@@ -268,6 +266,16 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block comes from mmap, which would be unmapped as soon as it is freed
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the largest int
+
+
+def sum_alike() -> None:
+    """Let the matrix libraries sum a row alike whatever rows are beside it: both read this before their first product.
+
+    On AMX's tiles oneDNN rounds a few rows otherwise, and so does MKL on Intel's processors, which others do not need.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    if "Intel" in processor_name():
+        os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 
 def load_base_info(name: str) -> BaseConfig:

@@ -73,7 +73,7 @@ def test_a_feature_store_written_on_an_accelerator_is_that_of_the_host(tiny, tmp
     base = load_base(str(tiny))
     with pretend.Accelerator() as accelerator:
         base.model.to(accelerator.device)
-        monkeypatch.setattr(features, "load_base", lambda *arguments: base)
+        monkeypatch.setattr(features, "load_base", lambda *_, **__: base)
         stored = write("accelerator")
     assert accelerator.to_host
     torch.testing.assert_close(stored, expected)

@@ -10,6 +10,7 @@ from drafters import DraftTree
 from drafters.protocol import RequiredOutputs
 from inference import load_base
 from inference.generation import generate
+from inference.timing import processor_name
 from inference.verifier import bitwise, compiled, packed
 from inference.verifier.base import Base
 from inference.verifier.check import difference, tree_around
@@ -275,6 +276,7 @@ def test_rows_differ_with_the_usual_attention(uncompiled, dtype, compile):
     assert num_different > num_compared / 2
 
 
+@pytest.mark.skipif("Intel" in processor_name(), reason="MKL's strict mode sums any number of rows alike")
 def test_rows_differ_where_they_are_not_filled_up(monkeypatch):
     base = load_base("checkpoints/tiny-chat", "float32", bitwise=True)
     assert Runner(base).row_multiple > 1

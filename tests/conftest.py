@@ -7,6 +7,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, so that no test uses the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, as in this one
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as `sum_alike` sets it in `load_base`
+if os.path.exists("/proc/cpuinfo") and "Intel" in open("/proc/cpuinfo").read():  # noqa: SIM115
+    os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 import gc
 import json
@@ -306,14 +309,6 @@ def full_disk(num_bytes):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, previous)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def sums_alike():
-    """What `load_base` sets, for the bases that tests build themselves, too."""
-    from inference.verifier.base import sum_alike
-
-    sum_alike()
 
 
 @pytest.fixture

@@ -123,8 +123,8 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
             Session(runner, drafter).run(prompt, max_new_tokens, base.eos)
         if not drafter.num_drafts:
             raise ValueError(f"{name}: no answer has room for a draft of {num_draft} tokens: raise max_new_tokens")
-        counts = drafter.num_matches, drafter.num_accepted
-        table.rows.append([name, *(f"{count / drafter.num_drafts:.2f}" for count in counts)])
+        means = drafter.num_matches / drafter.num_drafts, drafter.num_accepted / drafter.num_drafts
+        table.rows.append([name, *map("{:.2f}".format, means)])
     table.notes.append(f"Tokens per draft of {num_draft}.")
     return table
 

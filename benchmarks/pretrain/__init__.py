@@ -147,7 +147,7 @@ def run(args: list[str]) -> None:
         if args[:1] == ["fit"]:
             from train.lightning_cli import run as fit
 
-            keep_freed_memory()
+            keep_freed_memory(torch.device("cpu"))
             fit(args, shlex.join(["python", "-m", "benchmarks.pretrain", *args]), BaseTraining, "model.tokenizer")
         else:
             auto_cli([tokenizer, export], args=args)

@@ -18,7 +18,7 @@ import torch
 from data.files import redacted, validated
 from inference.regenerate.batched import decode_batch
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
-from inference.verifier.base import Base, base_hash
+from inference.verifier.base import Base, base_hash, keep_freed_memory
 from inference.verifier.options import GREEDY, SamplingOptions
 from inference.verifier.sampling import KeyedSampler
 
@@ -42,6 +42,7 @@ class LocalAnswerer:
 
     def __init__(self, base: Base, max_length: int) -> None:
         self.base, self.max_length = base, max_length  # tokens of a prompt and its answer
+        keep_freed_memory(base.model.device)
 
     @property
     def weights(self) -> str:

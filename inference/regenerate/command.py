@@ -152,7 +152,7 @@ def load_answerer(
         arguments = {switch[1]: option == "thinking=on"} if switch else {}  # what the server's own template is told
         max_length = max_length or tokenizer.model_max_length
         return ServerAnswerer(server.endpoint, server.model, max_length, arguments, server.concurrency)
-    base = base_model.load()
+    base = replace(base_model, bitwise=False).load()  # no drafts, so no bits to keep
     if max_length is not None and max_length > base.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"

@@ -248,21 +248,20 @@ def load_base(
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
     model = model.to(device).eval().requires_grad_(False)
-    if model.device.type == "cpu":
-        keep_freed_memory()
-        if bitwise or (bitwise is None and dtype in ("bfloat16", "float16")):
-            sum_alike()
+    base = Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
+    if base.wants_bitwise:
+        sum_alike()
     if packed:
         pack_weights(model)
-    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
+    return base
 
 
-def keep_freed_memory() -> None:
-    """Let glibc reuse the memory that tensors free, instead of giving it back to the system, while this process runs.
+def keep_freed_memory(device: torch.device) -> None:
+    """Let glibc reuse the memory that tensors free on a CPU, instead of giving it back, while this process runs.
 
     By default it gives back every large block, and the system fills with zeros what it hands out again.
     """
-    if platform.libc_ver()[0] == "glibc":
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block comes from mmap, which would be unmapped as soon as it is freed
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the largest int

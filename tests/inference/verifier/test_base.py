@@ -1,6 +1,7 @@
 """Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -40,13 +41,20 @@ def test_freed_memory_is_used_again_without_new_pages():
     code = """
 import resource, torch
 from inference.verifier.base import keep_freed_memory
-keep_freed_memory()
-torch.ones(2**24)  # 64 MB
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(2**24)
+keep_freed_memory(torch.device("cpu"))
+for _ in range(24):
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)  # 64 MB, of which glibc keeps up to eight before it uses one again
 assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1000  # 16,384 without the setting
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("dtype", "bitwise", "is_limited"), [("bfloat16", None, True), ("bfloat16", False, False)])
+def test_the_matrix_libraries_are_limited_where_bits_are_wanted(whole, monkeypatch, dtype, bitwise, is_limited):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    load_base(str(whole), dtype, bitwise=bitwise)
+    assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == is_limited
 
 
 def test_a_saved_base_loads_frozen_and_gives_the_same_logits(whole, make_base):

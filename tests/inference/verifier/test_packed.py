@@ -119,6 +119,18 @@ def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, 
         assert isinstance(drafter.output(drafter.base_weights).base_weights.packed_head, PackedLinear)
 
 
+def test_smaller_layers_are_packed_where_the_model_is_large(make_base, monkeypatch):
+    counts = []
+    for large in (2**40, 1):
+        monkeypatch.setattr(module, "LARGE_MODEL", large)
+        monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 2**12)
+        model = copy.deepcopy(make_base(dtype=torch.float32).model)
+        counts.append(pack_weights(model))
+        sizes = [each.weight.numel() for each in model.modules() if type(each) is torch.nn.Linear]
+        assert max(sizes, default=0) < 2**12 / (16 if large == 1 else 1)
+    assert counts[0] < counts[1]
+
+
 def test_a_layer_packed_at_first_use_takes_memory_only_then():
     layer = PackedLinear(torch.nn.Linear(24, 40), at_first_use=True)
     layer(torch.ones(1, 24))

@@ -74,7 +74,8 @@ def ctc_loss(
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
     weights of an anchor sum to one: ``decay`` takes w_u proportional to decay^(u-1), ``survival`` the w_u that make the
-    gradient that of -log of the expected acceptance (`label_weights.by_survival`). ``label_weight`` multiplies the
+    gradient that of -log of the expected acceptance (`label_weights.by_survival`); ``until_failure`` leaves out the
+    labels behind the first y_u that is not the most probable under q(. | y_<u). ``label_weight`` multiplies the
     objective. Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
     distribution and q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no
     alignment can reach, because there are too few frames, contribute nothing.
@@ -99,6 +100,12 @@ def ctc_loss(
         emissions = emit(x, head, output)
         states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels, merge_repeats)
         counts = x.valid & is_possible(states.prefix)  # (A, U)
+        acceptance = torch.where(counts, states.prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
+        if options.until_failure is not None:
+            with torch.no_grad():
+                draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
+                is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
+            counts = label_weights.until_failure(counts, is_drafted)
         prefix = torch.where(counts, states.prefix, 0.0)
         if options.weights == "decay":
             weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
@@ -118,14 +125,13 @@ def ctc_loss(
             plain = -(label_weights.by_depth(x.valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
             loss = (1 - warm_up) * loss + warm_up * plain
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
-        acceptance = torch.where(counts, prefix.exp(), 0.0).sum(-1).sum()  # sum_u P(begins with y_1..y_u)
         return loss, torch.stack([blank_share, acceptance])
 
     # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token; with
-    # distillation those of p, q and what compares them.
+    # distillation those of p, q and what compares them; those of q until the draft fails.
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
-    num_vectors += 3 * num_labels if options.distillation else 0
+    num_vectors += num_labels * (3 if options.distillation else options.until_failure is not None)
     size = anchors_per_chunk(num_vectors, len(head), max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
     num_anchors = divisor(anchored.valid[:, 0].sum())

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from data.files import cause_of
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, longrope_border, visible_rows
 from inference.verifier.base import Base
@@ -137,7 +136,8 @@ class CompiledRunner(Runner):
             raise
         except Exception as error:  # torch's compilers raise errors of many types
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
-            raise ValueError(f"{refusal} ({type(cause).__name__}: {cause_of(cause)}): {hint}") from error
+            reason = " ".join(" ".join(str(cause).splitlines()[:2]).split())  # torch explains in its second line
+            raise ValueError(f"{refusal} ({type(cause).__name__}: {reason}): {hint}") from error
         found = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:
             found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN

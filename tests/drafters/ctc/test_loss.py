@@ -81,6 +81,9 @@ class Case:
     def texts(self, anchor):
         return self.literal_texts(self.probs(anchor), int(ROOTS[anchor]), self.merges)
 
+    def continuation(self, texts, before):
+        return torch.stack([texts.begins([*before, v]) for v in range(V)]) / texts.begins(before)
+
     def written_out(
         self,
         objective="prefix",
@@ -91,6 +94,7 @@ class Case:
         distillation=0.0,
         divergence="kl",
         teacher_temperature=1.0,
+        until_failure=None,
     ):
         total = 0.0
         for anchor in range(A):
@@ -100,6 +104,9 @@ class Case:
             factor = torch.tensor([decay**u for u in range(len(prefix))], dtype=torch.float64)
             if weights == "survival":
                 factor = torch.tensor([p.item() for p in prefix], dtype=torch.float64)
+            if until_failure is not None:
+                misses = (u for u, y in enumerate(label) if self.continuation(texts, label[:u]).argmax() != y)
+                factor[next(misses, U) + 1 :] = 0
             factor = factor / factor.sum()
             loss = torch.zeros((), dtype=torch.float64)
             if objective == "prefix":
@@ -110,7 +117,7 @@ class Case:
             if distillation:
                 base = base_probs(self.teacher[anchor] @ self.head.T, teacher_temperature)
                 for u, w in enumerate(factor):
-                    q = torch.stack([texts.begins([*label[:u], v]) for v in range(V)]) / texts.begins(label[:u])
+                    q = self.continuation(texts, label[:u])
                     loss = loss + distillation * w * literal_divergence(divergence, base[u], q)
             if warm_up:
                 probs, before = self.probs(anchor), [int(ROOTS[anchor]), *label]
@@ -243,6 +250,8 @@ def assert_literal(case, settings, max_bytes=MAX_BYTES):
         {"warm_up": 1.0},
         {"warm_up": 0.3, "objective": "ctc"},
         {"distillation": 0.5},
+        {"until_failure": 0, "decay": 0.6},
+        {"until_failure": 0, "weights": "survival", "distillation": 0.5},
         {"distillation": 2.0, "weights": "survival", "warm_up": 0.2, "objective": "ctc"},
     ],
     ids=str,

@@ -14,6 +14,7 @@ from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.sampled_columns import sample_columns
 from drafters.nn.anchor_attention import AnchorMask, Mask
 from drafters.nn.draft_cache import Context, DraftCache
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
@@ -119,6 +120,7 @@ class ParallelDrafter(LearnedDrafter):
     markov: Markov | BaseMarkov | None
     draft_tokens: Tensor | None
     first_frame = 0  # frames before this one predict nothing
+    has_blank = False  # as the last column of its logits
     # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
     _output: Output | None = None
 
@@ -138,7 +140,8 @@ class ParallelDrafter(LearnedDrafter):
         self.num_frames, self.num_labels = trunk.num_frames, num_labels
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
         self.tokens_in_context = trunk.tokens_in_context
-        self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
+        self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
+        self.chunk_anchors = 64  # anchors drafted at once on a known text
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
@@ -252,7 +255,10 @@ class ParallelDrafter(LearnedDrafter):
             left, right = self.markov.factors(torch.cat([roots.flatten()[:, None], labels], 1), weights)
         if vocabulary is not None:
             labels, valid = vocabulary.cut(labels, valid)
-        return AnchoredFrames(frames.flatten(0, 1), labels, valid, left, teacher, teacher_valid), weights.head, right
+        anchored = AnchoredFrames(frames.flatten(0, 1), labels, valid, left, teacher, teacher_valid)
+        if self.training and self.num_columns:
+            return sample_columns(anchored, weights.head, right, self.num_columns, self.has_blank)
+        return anchored, weights.head, right
 
     # ---- drafting
 

@@ -83,6 +83,8 @@ class CTC(ParallelDrafter):
         draft: The draft tree.
     """
 
+    has_blank = True
+
     def __init__(
         self,
         base: BaseShape,

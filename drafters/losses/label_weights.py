@@ -33,6 +33,8 @@ class LabelLossOptions(DivergenceOptions):
         distillation_steps: Optimizer steps over which ``distillation`` rises from 0, and the weight of the labels goes
             from 1 to ``label_weight``.
         num_anchors: Anchors sampled from each training sequence.
+        num_columns: Number of tokens that a training step compares: the labels, and a random sample of the others that
+            stands for all; null for the whole (draft) vocabulary.
     """
 
     weights: Weights = "decay"
@@ -43,6 +45,7 @@ class LabelLossOptions(DivergenceOptions):
     label_weight: float = 1.0
     distillation_steps: int = 0
     num_anchors: int = 64
+    num_columns: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +53,11 @@ class LabelLossOptions(DivergenceOptions):
         check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
         check_at_least(0, until_failure=self.until_failure or 0)
         check_at_least(1, num_anchors=self.num_anchors)
+        check_at_least(1, num_columns=self.num_columns or 1)
+        if self.num_columns and (self.distillation or self.until_failure is not None):
+            raise ValueError(
+                "distillation and until_failure need the draft's probabilities of all tokens: leave out num_columns"
+            )
         if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
             raise ValueError(
                 "divergence and teacher_temperature belong to distillation, which is 0: raise it, for example to 1"

@@ -126,7 +126,7 @@ class Muon(torch.optim.Optimizer):
 
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
     2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
-    multiplies in float32 on a CPU, as many have no instructions for bfloat16.
+    multiplies in float32 on a CPU without instructions for bfloat16.
 
     Args:
         params: Matrices.
@@ -173,4 +173,5 @@ def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:
 
 
 def _working_dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    has_bfloat16 = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -96,15 +96,18 @@ def ctc_loss(
         sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without labels.
     """
 
+    needs_draft = options.distillation or options.until_failure is not None
+
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
         emissions = emit(x, head, output)
         states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels, merge_repeats)
         counts = x.valid & is_possible(states.prefix)  # (A, U)
         acceptance = torch.where(counts, states.prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
-        if options.until_failure is not None:
-            with torch.no_grad():
+        if needs_draft:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(options.distillation)):
                 draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
-                is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
+        if options.until_failure is not None:
+            is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
             counts = label_weights.until_failure(counts, is_drafted)
         prefix = torch.where(counts, states.prefix, 0.0)
         if options.weights == "decay":
@@ -117,7 +120,6 @@ def ctc_loss(
             assert x.teacher is not None, "distillation needs the base's last hidden states"
             is_reached = x.taught() & F.pad(counts[:, :-1], (1, 0), value=True)
             base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
-            draft = next_token_probs(emissions, states, x.labels, merge_repeats)
             distances = torch.where(is_reached, weight * divergence(options.divergence, base, draft), 0.0)
             loss = loss + options.distillation * distances.sum()
         if warm_up:
@@ -131,7 +133,7 @@ def ctc_loss(
     # distillation those of p, q and what compares them; those of q until the draft fails.
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
-    num_vectors += num_labels * (3 if options.distillation else options.until_failure is not None)
+    num_vectors += num_labels * (3 if options.distillation else 1 if needs_draft else 0)
     size = anchors_per_chunk(num_vectors, len(head), max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
     num_anchors = divisor(anchored.valid[:, 0].sum())

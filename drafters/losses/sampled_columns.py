@@ -17,8 +17,8 @@ def sample_columns(
     """Keep all valid labels and a uniform sample of the other columns, without replacement.
 
     Each sampled column is weighted by the inverse of its probability of being sampled, as in importance sampling. So
-    the sum over the vocabulary in each normaliser is right on average, while products, exponentials and memory fall by
-    V / K. The weights enter as one more rank of the Markov bias, zero for the labels and the blank.
+    the sum over the vocabulary in each normaliser is right on average, with K / V of the products and exponentials. The
+    weights enter as one more rank of the Markov bias, zero for the labels and the blank.
 
     Args:
         x: Frames and labels, which are columns of the head.

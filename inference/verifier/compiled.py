@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils.output_capturing import _active_collector
 
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, longrope_border, visible_rows
@@ -280,7 +281,10 @@ def run_step(
     """
     masks: Any = step_keys(inputs, length, spans) if dtype is None else step_masks(inputs, length, spans, dtype)
     fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)
+    # A model that was once asked for hidden states keeps hooks that read this; torch can trace that once it is set.
+    token = _active_collector.set(None)
     logits, states = run_base(model, fed, None, layers)
+    _active_collector.reset(token)
     return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
 
 

@@ -142,6 +142,17 @@ def test_python_calls_take_compile_and_keep_what_was_compiled(make_base, graphs,
         assert not isinstance(eager, CompiledRunner)
 
 
+def test_a_base_whose_hidden_states_were_asked_for_before_can_be_compiled(make_base, oracle, graphs, few_shapes):
+    base = make_base(seed=8)
+    expected = greedy(base, PROMPT, 9)
+    base.model(torch.tensor([PROMPT]), output_hidden_states=True)  # leaves hooks
+    writing = Session(make_runner(base, compile=True), oracle([*PROMPT, *expected], length=4))
+    assert writing.run(PROMPT, 9).tokens == expected
+    num_graphs = len(graphs)
+    base.model(torch.tensor([PROMPT]), output_hidden_states=True)
+    assert writing.run(PROMPT, 9).tokens == expected and len(graphs) == num_graphs > 0
+
+
 def test_a_base_that_breaks_the_graph_is_refused_in_one_line(make_base, graphs):
     base = make_base(seed=3, layers=1)
     hook = base.model.model.layers[0].register_forward_hook(lambda *given: print(given[2].sum().item()))

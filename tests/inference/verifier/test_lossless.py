@@ -246,7 +246,6 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, sample
 @pytest.fixture(scope="module")
 def compiled_runner(make_base):
     """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
-    torch._dynamo.reset()  # drops what earlier tests of this process have traced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "BACKEND", "eager")
         patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds

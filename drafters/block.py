@@ -99,10 +99,9 @@ def cross_entropy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
 
-    p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens. With the weights ``decay``, w_u is proportional to
-    decay^(u-1) and sums to one; with ``survival`` the gradient is that of -log of the expected acceptance
-    (`label_weights.by_token_survival`); ``until_failure`` leaves out the labels behind the first y_u that is not
-    the most probable under p_u(. | y_{u-1}). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
+    p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens. The weights w_u of an anchor are proportional to
+    decay^(u-1) and sum to one; ``until_failure`` leaves out the labels behind the first y_u that is not the most
+    probable under p_u(. | y_{u-1}). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
     d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
 
     Args:
@@ -129,10 +128,7 @@ def cross_entropy(
         counts = x.valid
         if options.until_failure is not None:
             counts = label_weights.until_failure(counts, (picked >= largest)[..., 0])
-        if options.weights == "decay":
-            weight = label_weights.by_depth(counts, options.decay, log_probs.dtype)
-        else:
-            weight = label_weights.by_token_survival(log_probs, counts)
+        weight = label_weights.by_depth(counts, options.decay, log_probs.dtype)
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
             assert x.teacher is not None, "distillation needs the base's last hidden states"

@@ -49,15 +49,15 @@ def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
 def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mapping[str, Any]) -> LearnedDrafter:
     """Build a drafter with fresh weights from nested or flat arguments.
 
-    Options of decoding that are no longer there are left out, as they are no part of what was trained. Any other
-    unknown argument is a TypeError, and a value out of range a ValueError.
+    Options of decoding and of the loss that are no longer there are left out, as the weights are as good without them.
+    Any other unknown argument is a TypeError, and a value out of range a ValueError.
     """
     options = groups(drafter_class)
     arguments = nested(init_args, options)
     for name, group in options.items():
         if isinstance(given := arguments.get(name), Mapping):
-            known = {key: value for key, value in given.items() if name != DRAFT or key in defaults(group)}
-            arguments[name] = group(**known)
+            has_gone = (given.keys() - defaults(group)) if name in (DRAFT, "loss") else ()
+            arguments[name] = group(**{key: value for key, value in given.items() if key not in has_gone})
     return drafter_class(base, **arguments)
 
 

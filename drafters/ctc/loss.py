@@ -73,10 +73,9 @@ def ctc_loss(
 
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
-    weights of an anchor sum to one: ``decay`` takes w_u proportional to decay^(u-1), ``survival`` the w_u that make the
-    gradient that of -log of the expected acceptance (`label_weights.by_survival`); ``until_failure`` leaves out the
-    labels behind the first y_u that is not the most probable under q(. | y_<u). ``label_weight`` multiplies the
-    objective. Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
+    weights w_u of an anchor are proportional to decay^(u-1) and sum to one; ``until_failure`` leaves out the labels
+    behind the first y_u that is not the most probable under q(. | y_<u). ``label_weight`` multiplies the objective.
+    Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
     distribution and q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no
     alignment can reach, because there are too few frames, contribute nothing.
 
@@ -110,10 +109,7 @@ def ctc_loss(
             is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
             counts = label_weights.until_failure(counts, is_drafted)
         prefix = torch.where(counts, states.prefix, 0.0)
-        if options.weights == "decay":
-            weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
-        else:
-            weight = label_weights.by_survival(prefix, counts)
+        weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         loss = options.label_weight * objective
         if options.distillation:

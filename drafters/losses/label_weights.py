@@ -1,9 +1,9 @@
-"""The weight of each label in a loss: by its depth, or by the probability that a verifier reaches it."""
+"""The weight of each label in a loss: by its depth, and, if asked for, only up to the draft's first failure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from drafters.checks import check_at_least
 from drafters.losses.divergences import DivergenceOptions
 
-Weights = Literal["decay", "survival"]
 Options = TypeVar("Options", bound="LabelLossOptions")
 
 
@@ -21,8 +20,6 @@ class LabelLossOptions(DivergenceOptions):
     """How the labels after an anchor enter the loss.
 
     Args:
-        weights: Weight of each label: ``decay`` falls with its depth; ``survival`` is the draft's own probability of
-            the labels before it.
         decay: Weight of label u relative to label u - 1.
         until_failure: Optimizer step from which the labels behind the first one that is not the draft's most probable
             next token are left out, as a greedy verifier never reaches them (arXiv 2607.01893); null for never.
@@ -37,7 +34,6 @@ class LabelLossOptions(DivergenceOptions):
             stands for all; null for the whole (draft) vocabulary.
     """
 
-    weights: Weights = "decay"
     decay: float = 0.9
     until_failure: int | None = None
     distillation: float = 0.0
@@ -85,29 +81,3 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
     """w_u = decay^(u-1) over the labels that count (A, U) bool, normalised to a sum of one: (A, U)."""
     weights = counts * decay ** torch.arange(counts.shape[1], device=counts.device, dtype=dtype)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-
-
-def by_survival(prefix: Tensor, counts: Tensor) -> Tensor:
-    """Weights (A, U) that make a mean of -log P_u increase the expected acceptance: w_u = P_u / sum_i P_i, detached.
-
-    P_u is the probability that the draft's first u tokens are y_1..y_u, so a = sum_u P_u is the number of tokens that a
-    verifier accepts on average from a sampled draft. As grad P_u = P_u grad log P_u,
-
-        grad sum_u w_u * -log P_u = -grad a / a = grad -log a.
-
-    Dividing by a keeps the gradient large while the draft is still poor. Takes log P_u (A, U), finite, and the labels
-    that count (A, U) bool; the sum of the weights is one where some label counts, else zero.
-    """
-    largest = prefix.detach().masked_fill(~counts, -torch.inf).amax(-1, keepdim=True).clamp(min=-1e30)
-    weights = torch.where(counts, (prefix.detach() - largest).exp(), 0.0)
-    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-
-
-def by_token_survival(log_probs: Tensor, counts: Tensor) -> Tensor:
-    """As `by_survival`, for a mean of -log p_u of single tokens, where P_u = p_1 * ... * p_u (as in D-PACE).
-
-    Token u is part of every prefix that passes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached. It decreases
-    from w_1 = 1. Takes log p_u (A, U), and the labels that count (A, U) bool, a leading run.
-    """
-    weights = by_survival(torch.where(counts, log_probs.detach(), 0.0).cumsum(-1), counts)
-    return weights.flip(-1).cumsum(-1).flip(-1) * counts

@@ -19,7 +19,7 @@ RECIPES = {
     "ctc, the paper's loss": (drafters.CTC, CTC | {"objective": "ctc", "causal": True}),
     "ctc, bias and distillation": (
         drafters.CTC,
-        CTC | {"markov_rank": 3, "distillation": 0.5, "weights": "survival", "num_layers": 2, "hidden_layers": [0, -1]},
+        CTC | {"markov_rank": 3, "distillation": 0.5, "num_layers": 2, "hidden_layers": [0, -1]},
     ),
     "ctc, reads tokens": (drafters.CTC, CTC | {"tokens_in_context": True}),
     "block": (drafters.Block, {"num_frames": 4, "top_k": 5, **SMALL}),

@@ -106,11 +106,12 @@ def test_a_configuration_of_other_weights_is_refused_and_nothing_is_allocated_fo
     assert said in refusal(checkpoint.load, folder)
 
 
-def test_options_of_decoding_that_are_no_longer_there_are_left_out(folder, config):
-    """Folders written before an option went away keep loading; what was trained is never left out."""
-    edit(folder, init_args=config.init_args | {"draft": {"num_nodes": 5, "step_costs": ""}})
+def test_options_of_decoding_and_of_the_loss_that_are_no_longer_there_are_left_out(folder, config):
+    """Folders written before an option went away keep loading; what the weights depend on is never left out."""
+    loss = {"weights": "decay", "num_labels": 4}
+    edit(folder, init_args=config.init_args | {"draft": {"num_nodes": 5, "step_costs": ""}, "loss": loss})
     assert checkpoint.load(folder)[0].draft_options.num_nodes == 5
-    edit(folder, init_args=config.init_args | {"loss": {"gone": 1}})
+    edit(folder, init_args=config.init_args | {"trunk": {"gone": 1}})
     assert "gone" in refusal(checkpoint.load, folder)
 
 

@@ -247,7 +247,7 @@ WRONG = {
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}, {"warm_up_steps": -5}),
         *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
         *({"hidden_layers": []}, {"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
-        *({"objective": "rnn"}, {"weights": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
+        *({"objective": "rnn"}, {"divergence": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
         *({"teacher_temperature": -0.5}, {"distillation_steps": -1}, {"draft_vocab_size": V + 1}),
         *({"until_failure": -1}, {"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
     ],

@@ -10,7 +10,7 @@ from drafters.checkpoint import DrafterConfig
 
 FLAT = {
     "ctc": {"num_frames": 6, "num_labels": 4, "markov_rank": 2, "objective": "ctc", "num_nodes": 9, "tree": "chain"},
-    "block": {"num_frames": 5, "frames_differ": True, "weights": "survival", "num_nodes": 9, "tree": "chain"},
+    "block": {"num_frames": 5, "frames_differ": True, "decay": 0.7, "num_nodes": 9, "tree": "chain"},
     "medusa": {"num_heads": 3, "decay": 0.7, "num_nodes": 9, "tree": "chain", "static": [[0], [1]]},
     "hydra": {"num_heads": 3, "prefix_attention": True, "distillation": True, "num_nodes": 9, "width": 4},
     "eagle": {"noise": 0.1, "depth": 3, "num_nodes": 9, "tree": "chain", "draws": 2},

@@ -87,7 +87,6 @@ class Case:
     def written_out(
         self,
         objective="prefix",
-        weights="decay",
         decay=0.9,
         warm_up=0.0,
         label_weight=1.0,
@@ -102,8 +101,6 @@ class Case:
             prefix = [texts.begins(label[:n]) for n in range(1, len(label) + 1)]
             prefix = [p for p in prefix if p > 0]
             factor = torch.tensor([decay**u for u in range(len(prefix))], dtype=torch.float64)
-            if weights == "survival":
-                factor = torch.tensor([p.item() for p in prefix], dtype=torch.float64)
             if until_failure is not None:
                 misses = (u for u, y in enumerate(label) if self.continuation(texts, label[:u]).argmax() != y)
                 factor[next(misses, U) + 1 :] = 0
@@ -246,13 +243,12 @@ def assert_literal(case, settings, max_bytes=MAX_BYTES):
     [
         {"objective": "ctc"},
         {"objective": "prefix", "decay": 0.6},
-        {"weights": "survival"},
         {"warm_up": 1.0},
         {"warm_up": 0.3, "objective": "ctc"},
         {"distillation": 0.5},
         {"until_failure": 0, "decay": 0.6},
-        {"until_failure": 0, "weights": "survival", "distillation": 0.5},
-        {"distillation": 2.0, "weights": "survival", "warm_up": 0.2, "objective": "ctc"},
+        {"until_failure": 0, "distillation": 0.5},
+        {"distillation": 2.0, "warm_up": 0.2, "objective": "ctc"},
     ],
     ids=str,
 )
@@ -264,7 +260,7 @@ def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, max_b
     "settings",
     [
         {"distillation": 0.5, "divergence": "tv", "teacher_temperature": 0.5, "label_weight": 0.3},
-        {"distillation": 1.0, "divergence": "lk", "label_weight": 0.0, "weights": "survival"},
+        {"distillation": 1.0, "divergence": "lk", "label_weight": 0.0},
         {"distillation": 1.5, "divergence": "lk_hybrid", "teacher_temperature": 0.0, "label_weight": 0.2},
         {"objective": "ctc", "distillation": 1.0},
     ],
@@ -335,8 +331,8 @@ def test_a_token_that_the_frames_cannot_emit_has_a_finite_divergence(case):
     """In four frames 1 1 can be followed by 0 but not by a third 1, to which the base gives some probability."""
     given = torch.tensor([[1, 1, 0]]), torch.tensor([0]), torch.ones(1, 3, dtype=torch.bool), case.frames[:1, :4]
     anchored = case.anchored(*given, teacher=case.teacher[:1])
-    plain, _ = case.loss(anchored, weights="survival")
-    loss, _ = case.loss(anchored, weights="survival", distillation=1.0)
+    plain, _ = case.loss(anchored)
+    loss, _ = case.loss(anchored, distillation=1.0)
     assert plain < loss < plain + 60
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, case.leaves))
 

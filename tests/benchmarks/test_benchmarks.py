@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from benchmarks import gpu, harness, paper_figures, steps, training_speed
+from benchmarks import against_transformers, gpu, harness, paper_figures, steps, training_speed
 from inference.questions import QuestionOptions
 from inference.verifier import compiled as verifier_compiled
 from inference.verifier.base import load_base
@@ -159,3 +159,15 @@ def test_the_commands_of_the_gpu_page_exist(is_tiny):
             function = getattr(import_module(words[0]), words[0].rpartition(".")[2])
             with pytest.raises(SystemExit, match="0"):
                 harness.main(function, [*words[1:], "--print_config"])
+
+
+@pytest.mark.slow
+def test_our_drafters_stand_beside_transformers_own_generate(capsys):
+    base, options = "checkpoints/tiny-chat", {"limit": 2, "max_new_tokens": 12, "dtype": "float32"}
+    against_transformers.against_transformers(base, ["prompt_lookup"], base, **options)
+    _, _, *arms = rows(capsys.readouterr().out)
+    ways = ["transformers: none", "transformers: prompt lookup", "transformers: draft model", "ours: none"]
+    assert [row[0] for row in arms] == [*ways, "ours: prompt_lookup"]
+    assert {row[4] for row in arms} == {"2 of 2"}
+    alone, _, assisted, *_ = (float(row[1]) for row in arms)
+    assert alone == 1 < assisted, "a base that drafts for itself is right"

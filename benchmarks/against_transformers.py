@@ -1,0 +1,121 @@
+"""Our drafters beside transformers' own `generate`: alone, with prompt lookup, and with a draft model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.harness import ResultTable, alternate, main, show
+from inference import drafter_specs
+from inference.questions import QuestionOptions
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+
+NONE = "none"
+Decode = Callable[
+    [list[int]], tuple[list[int], int]
+]  # from a prompt to an answer and the base's forwards after prefill
+HEADINGS = ["decoded by", "acceptance length", "tokens/s", "x transformers alone", "answers as without drafts"]
+
+
+def against_transformers(
+    base: str,
+    drafter: list[str] = ["prompt_lookup", "joint"],  # noqa: B006
+    draft_model: str | None = None,
+    benchmark: list[str] = ["embedded"],  # noqa: B006
+    rows: str = ":",
+    limit: int = 5,
+    max_new_tokens: int = 64,
+    dtype: Dtype = "bfloat16",
+    num_lookup: int = 10,
+    out: str | None = None,
+) -> None:
+    """Answer first turns greedily, in turns in one process; every answer's time counts from its prompt on.
+
+    Args:
+        base: Folder or hub id of the base.
+        drafter: NAME[=FOLDER][:key=value,...] as in `drafters eval`; may be repeated.
+        draft_model: Folder or hub id of a draft model for transformers' assisted generation.
+        benchmark: NAME[:STYLE][=FILE] as in `drafters eval`; may be repeated.
+        rows: Rows of each benchmark, as in `drafters eval`.
+        limit: Maximum number of questions of each benchmark.
+        max_new_tokens: Maximum number of tokens of an answer.
+        dtype: Dtype of the models.
+        num_lookup: Number of tokens that transformers' prompt lookup drafts.
+        out: Markdown file to write.
+    """
+    loaded = load_base(base, dtype, resolve_device("auto"))
+    options = QuestionOptions(benchmark, limit, rows, max_new_tokens)
+    tables = []
+    for name, asked in options.select(loaded, options.load()).items():
+        lookup = {"prompt_lookup_num_tokens": num_lookup}
+        arms = {f"transformers: {NONE}": theirs(loaded, max_new_tokens)}
+        arms["transformers: prompt lookup"] = theirs(loaded, max_new_tokens, **lookup)
+        if draft_model:
+            assistant = load_base(draft_model, dtype, loaded.model.device).model
+            arms["transformers: draft model"] = theirs(loaded, max_new_tokens, assistant_model=assistant)
+        for label, spec in drafter_specs.labels([NONE, *drafter]).items():
+            arms[f"ours: {label}"] = ours(loaded, spec, max_new_tokens)
+        tables.append(compare(name, arms, asked.prompts))
+    show(tables, loaded.model.device, out)
+
+
+def theirs(base: Base, max_new_tokens: int, **options: Any) -> Decode:
+    """Decode with transformers' `generate`."""
+    model: Any = base.model
+    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": sorted(base.eos), **options}
+
+    def decode(prompt: list[int]) -> tuple[list[int], int]:
+        forwards: list[None] = []
+        hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+        given = torch.tensor([prompt], device=model.device)
+        text = model.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **settings)
+        hook.remove()
+        return text[0, len(prompt) :].tolist(), len(forwards) - 1
+
+    return decode
+
+
+def ours(base: Base, spec: str, max_new_tokens: int) -> Decode:
+    """Decode with a drafter in a session of its own."""
+    runner = Runner(base)
+    session = Session(runner, drafter_specs.make(spec, runner))
+
+    def decode(prompt: list[int]) -> tuple[list[int], int]:
+        result = session.run(prompt, max_new_tokens, base.eos)
+        return result.tokens, len(result.steps) - 1
+
+    return decode
+
+
+@torch.inference_mode()
+def compare(title: str, arms: dict[str, Decode], prompts: list[list[int]]) -> ResultTable:
+    """Answer each prompt in every way, after one that does not count."""
+    first, texts, forwards, seconds = next(iter(arms)), {}, dict.fromkeys(arms, 0), {}
+    for decode in arms.values():
+        decode(prompts[0])
+    for _, item, arm in alternate(list(arms), len(prompts), 1, title):
+        started = time.perf_counter()
+        texts[arm, item], num_forwards = arms[arm](prompts[item])
+        seconds[arm, item] = (time.perf_counter() - started) / len(texts[arm, item])
+        forwards[arm] += num_forwards
+    table, items = ResultTable(title, HEADINGS), range(len(prompts))
+    for arm in arms:
+        num_tokens = sum(len(texts[arm, item]) for item in items)
+        speed = num_tokens / sum(seconds[arm, item] * len(texts[arm, item]) for item in items)
+        ratio = median(seconds[first, item] / seconds[arm, item] for item in items)
+        alone = f"{arm.partition(':')[0]}: {NONE}"
+        same = sum(texts[arm, item] == texts[alone, item] for item in items)
+        length = (num_tokens - len(prompts)) / max(1, forwards[arm])
+        table.rows.append([arm, f"{length:.2f}", f"{speed:.1f}", f"{ratio:.2f}", f"{same} of {len(prompts)}"])
+    table.notes.append("Ratios of the time per token, prefill included: medians over the questions.")
+    return table
+
+
+if __name__ == "__main__":
+    main(against_transformers)

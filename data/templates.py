@@ -73,6 +73,12 @@ def encode_prompt(
     return list(_apply(dicts, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
 
 
+def render(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return the text of a prompt; the arguments are those of `encode_prompt`."""
+    dicts, text = Conversation("prompt", tuple(messages)).as_dicts(), resolve_template(template, tokenizer)
+    return str(_apply(dicts, tokenizer, text, tokenize=False, add_generation_prompt=True))
+
+
 def encode(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None = None
 ) -> tuple[list[int], list[int]]:

@@ -255,6 +255,11 @@ class ChatHandler(Handler):
         self.server.most_open = max(self.server.most_open, self.server.open)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.seen.append((self.path, dict(self.headers), body))
+        if self.path == "/v1/completions":  # three messages, of which every fourth is cut off
+            self.server.open -= 1
+            row = body["seed"] % 12
+            choice = {"text": f" number {row % 3} ", "finish_reason": "length" if row % 4 == 0 else "stop"}
+            return self.reply(200, json.dumps({"choices": [choice]}).encode())
         asked = body["messages"][-1]["content"]
         self.server.tries[asked] += 1
         time.sleep(0.05 if asked.startswith("slow") else 0)

@@ -22,6 +22,7 @@ from inference.verifier.base import Base, base_hash, keep_freed_memory
 from inference.verifier.options import GREEDY, SamplingOptions
 from inference.verifier.sampling import KeyedSampler
 
+NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
 KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 5  # after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx
 TIMEOUT = 600.0  # seconds without data before a request is given up
@@ -29,12 +30,13 @@ TIMEOUT = 600.0  # seconds without data before a request is given up
 
 @dataclass(frozen=True)
 class Request:
-    """A turn that waits for its answer."""
+    """A turn that waits for its answer, or, without messages, a text that waits to be continued."""
 
     messages: list[tuple[str, str]]  # (role, text), the last one from the user
     prompt: list[int]  # their token ids
     max_new_tokens: int
     sampling: SamplingOptions = GREEDY  # with a seed of its own
+    stop: str = ""  # text at which a server ends the continuation of a text
 
 
 class LocalAnswerer:
@@ -93,7 +95,9 @@ class ServerReply:
 
 
 class ServerAnswerer:
-    """An OpenAI-compatible server, asked through ``/v1/chat/completions``; a reply is the fields of a `ServerReply`.
+    """An OpenAI-compatible server; a reply is the fields of a `ServerReply`.
+
+    Turns are asked through ``/v1/chat/completions``, continuations of a text through ``/v1/completions``.
 
     The API key is read from the environment variable OPENAI_API_KEY for every request and never stored or printed.
 
@@ -170,10 +174,12 @@ class ServerAnswerer:
         extra |= {"top_k": sampling.top_k} if sampling.top_k else {}  # as is the next one, an extension of vLLM
         extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
         messages: Any = [{"role": role, "content": text} for role, text in request.messages]
+        ask: Any = partial(self._client.chat.completions.create, messages=messages)
+        if not messages:
+            ask = partial(self._client.completions.create, prompt=request.prompt, stop=[request.stop])
         create = partial(
-            self._client.chat.completions.create,
+            ask,
             model=self.model,
-            messages=messages,
             temperature=sampling.temperature,
             max_tokens=request.max_new_tokens,
             extra_headers=_authorization(),
@@ -228,8 +234,8 @@ Answerer = LocalAnswerer | ServerAnswerer
 
 def _read_reply(completion: Any) -> ServerReply:
     choice, usage = completion.choices[0], completion.usage
-    message = choice.message
-    found = message.content, getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    message = getattr(choice, "message", None)  # None in a continuation
+    found = choice.text if message is None else message.content, _reasoning(message)
     # A server may echo the key, and no file can hold half of a surrogate pair.
     text, reasoning = (redacted((part or "").encode("utf-8", "replace").decode()) for part in found)
     num_read, num_written = (
@@ -237,6 +243,10 @@ def _read_reply(completion: Any) -> ServerReply:
     )
     tokens = validated(list[int] | None, getattr(choice, "token_ids", None))
     return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning, tokens)
+
+
+def _reasoning(message: Any) -> str | None:
+    return getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
 
 
 def _authorization() -> Mapping[str, str | openai.Omit]:

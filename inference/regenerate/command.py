@@ -8,21 +8,20 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.conversations import load_conversations
+from data.conversations import Conversation, load_conversations
 from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import THINKING_SWITCH, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from inference.journal import Journal
-from inference.regenerate.answerers import Answerer, LocalAnswerer, Request, ServerAnswerer
+from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.regenerate.own_prompts import own_prompts
 from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class AnswerOptions:
         max_length: Maximum number of tokens of a conversation; by default the context length of the base.
         num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
         batch_size: Prompts decoded together. An interrupted run loses at most this many answers.
+        own_prompts: Prompts that the base writes itself and then answers, beside those of ``files`` (Magpie).
     """
 
     template: str = "tokenizer"
@@ -46,6 +46,7 @@ class AnswerOptions:
     max_length: int | None = None
     num_answers: int = 1
     batch_size: int = 64
+    own_prompts: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ def regenerate(
     answers: AnswerOptions,
     sampling: SamplingOptions,
     server: ServerOptions,
-    files: list[str],
     out: str,
+    files: list[str] = [],  # noqa: B006
     overwrite: bool = False,
 ) -> None:
-    """Let the base answer the prompts of conversations; drafters learn best from the base's own text.
+    """Let the base answer the prompts of conversations, or its own; drafters learn best from the base's own text.
 
     Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
     repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
@@ -85,13 +86,15 @@ def regenerate(
             conversation in the files, the number of the answer and the turn.
         server: Server that answers instead of the base.
         files: Conversations, as data.files of a training; their own answers are ignored. May be repeated.
-        out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
+        out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far, OUT.prompts own prompts.
         overwrite: Replace an existing file, and the partial file of another command.
     """
     for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size", "concurrency"):
         if (number := (vars(answers) | vars(server))[name]) is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
     sampling.sampler()  # raises ValueError if a value is out of range
+    if not files and answers.own_prompts < 1:
+        raise ValueError("there is nothing to answer: give --files, or --own_prompts N for prompts of the base's own")
     if answers.num_answers > 1 and not sampling.temperature:
         raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
     path = new_file(out, overwrite)
@@ -99,6 +102,10 @@ def regenerate(
     tokenizer = load_tokenizer(base_model.base)
     template = resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
+    own = None
+    if answers.own_prompts > 0:
+        own, prompts = write_prompts(answerer, tokenizer, answers, sampling.seed, f"{out}.prompts", overwrite)
+        conversations += prompts
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
         Dialogue(each, tokenizer, answers.template, num_turns, number)
@@ -128,10 +135,41 @@ def regenerate(
             for dialogue in (each for each in dialogues if each.is_cut):
                 stream.write(json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n")
         journal.delete()
+    if own:
+        own.delete()
     for left_out in (dropped, counts.dropped):
         if left_out.total:
             print(safe_text(left_out))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
+
+
+def write_prompts(
+    answerer: Answerer,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerOptions,
+    seed: int,
+    path: str,
+    overwrite: bool,
+) -> tuple[Journal, list[Conversation]]:
+    """Let the base write prompts of its own, and return them with the journal that holds them until they are answered.
+
+    The arguments are those of `own_prompts`.
+    """
+    settings = {
+        "base": answerer.weights,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": short_hash(resolve_template(answers.template, tokenizer)),
+        "own_prompts": answers.own_prompts,
+        "batch_size": answers.batch_size,
+        "seed": seed,
+    }
+    with (
+        Journal(path, settings, existing="replace_if_different" if overwrite else "continue") as journal,
+        throughput_bar("prompts", answers.own_prompts) as advance,
+    ):
+        return journal, own_prompts(
+            answerer, tokenizer, answers.template, answers.own_prompts, seed, answers.batch_size, journal, advance
+        )
 
 
 def load_answerer(

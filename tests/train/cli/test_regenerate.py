@@ -173,6 +173,18 @@ def test_the_printed_share_of_round_trips_is_that_of_encoding_the_texts(call, ti
     assert f"{sum(alike) / len(alike):.1%} of the answers encode back to the same tokens" in outcome.out
 
 
+@pytest.mark.slow
+def test_without_files_the_base_answers_prompts_of_its_own(call, tmp_path):
+    out = tmp_path / "own.jsonl"
+    words = "regenerate", "--out", out, "--max-new-tokens", 4
+    assert "--own_prompts N" in call(run_drafters, *words).one_line_error("drafters regenerate")
+    call(run_drafters, *words, "--own_prompts", 3).succeeded()
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["own-0", "own-1", "own-2"][: len(rows)] and rows
+    assert all(row["messages"][0]["content"].strip() and row["input_ids"] for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
 def write(path, row):
     path.write_text(json.dumps(row) + "\n")
     return str(path)

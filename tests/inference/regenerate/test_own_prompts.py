@@ -1,0 +1,84 @@
+"""Prompts of the base's own: what it draws in a user's place, each once, also after an interruption."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from data.templates import encode_prompt
+from drafters import NoDrafter
+from inference.journal import Journal
+from inference.regenerate import own_prompts as module
+from inference.regenerate.answerers import NUM_SEEDS, LocalAnswerer, ServerAnswerer
+from inference.regenerate.own_prompts import own_prompts, user_turn
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler, derived_seed
+from inference.verifier.session import Session
+
+TEMPLATE = (
+    "{{- 'w3 ' }}{%- for m in messages -%}{{- m.content + ' w9' + '\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{- 'w7' }}{%- endif %}"
+)
+COUNT, SEED = 40, 5
+
+
+@pytest.fixture(scope="module")
+def chatting(make_base):
+    """A toy base whose user messages end with w9."""
+    tokenizer = deepcopy(make_base().tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return replace(make_base(), tokenizer=tokenizer)
+
+
+def written(base, journal, batch_size=3):
+    arguments = base.tokenizer, "tokenizer", COUNT, SEED, batch_size
+    return own_prompts(LocalAnswerer(base, 50), *arguments, journal)
+
+
+@pytest.mark.slow
+def test_messages_are_what_the_base_draws_in_a_users_place_up_to_the_end_of_the_turn(chatting, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SAMPLING", replace(module.SAMPLING, temperature=2.5))  # so that some end
+    tokenizer, expected = chatting.tokenizer, {}
+    before, end = user_turn(tokenizer, "tokenizer")
+    assert (before.strip(), end) == ("w3", "w9")
+    prompt = tokenizer(before, add_special_tokens=False).input_ids
+    whole = encode_prompt([("user", "w20")], tokenizer, "tokenizer")
+    assert whole[: len(prompt)] == prompt and len(whole) > len(prompt) + 1
+    for place in range(COUNT):
+        sampler = KeyedSampler(2.5, 0, 1.0, derived_seed(SEED, place) % NUM_SEEDS)
+        tokens = Session(Runner(chatting), NoDrafter(), sampler).run(prompt, 50 - len(prompt), chatting.eos).tokens
+        message, mark, _ = tokenizer.decode(tokens).partition(end)
+        if mark and message.strip():
+            expected.setdefault(message.strip().lower(), message.strip())
+    assert 1 < len(expected) < COUNT
+    with Journal(tmp_path / "a", {}) as journal:
+        found = written(chatting, journal)
+    assert [each.messages for each in found] == [(("user", text),) for text in expected.values()]
+    assert [each.id for each in found] == [f"own-{row}" for row in range(len(found))]
+    lines = (tmp_path / "a").read_text().splitlines(keepends=True)
+    (tmp_path / "a").write_text("".join(lines[:5]))
+    with Journal(tmp_path / "a", {}) as journal:
+        assert written(chatting, journal) == found
+    assert (tmp_path / "a").read_text() == "".join(lines), "what was there was not drawn again"
+
+
+def test_a_server_continues_the_text_before_a_users_message(chatting, chat_server, tmp_path):
+    answerer = ServerAnswerer(chat_server.url, "toy", 50)
+    with Journal(tmp_path / "a", {}) as journal:
+        found = own_prompts(answerer, chatting.tokenizer, "tokenizer", COUNT, SEED, 8, journal)
+    assert sorted(each.messages[0][1] for each in found) == ["number 0", "number 1", "number 2"]
+    path, _, body = chat_server.seen[0]
+    assert path == "/v1/completions" and len(chat_server.seen) == COUNT
+    prompt = chatting.tokenizer("w3", add_special_tokens=False).input_ids
+    assert (body["prompt"], body["stop"], body["temperature"]) == (prompt, ["w9"], 0.85)
+    assert len({body["seed"] for *_, body in chat_server.seen}) == COUNT
+
+
+def test_a_template_that_ends_no_message_and_a_base_that_ends_none_are_refused(chatting, tmp_path, monkeypatch):
+    tokenizer = deepcopy(chatting.tokenizer)
+    tokenizer.chat_template = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
+    with pytest.raises(ValueError, match="writes nothing behind a user's message"):
+        user_turn(tokenizer, "tokenizer")
+    monkeypatch.setattr(module, "MAX_NEW_TOKENS", 1)
+    with pytest.raises(ValueError, match="the base ends none of 40 messages"), Journal(tmp_path / "a", {}) as journal:
+        written(chatting, journal)

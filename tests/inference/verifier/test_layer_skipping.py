@@ -20,7 +20,7 @@ from inference.verifier.layer_skipping import (
 from inference.verifier.layers import cache_argument
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session, acceptance_length
+from inference.verifier.session import Session
 from tests.conftest import fresh_cache
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of
 
@@ -142,10 +142,6 @@ def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base
 # ---- what a draft leaves behind
 
 
-class Boom(Exception):
-    pass
-
-
 def forwards_of(model):
     return {name: vars(module).get("forward") for name, module in model.named_modules()}
 
@@ -193,28 +189,6 @@ def test_sublayers_are_skipped_though_a_forward_was_set_on_the_modules(make_base
             del module.forward
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_an_exception_in_a_draft_leaves_modules_and_cache_as_they_were(make_base, layer):
-    base, prompt = make_base(layers=3), prompt_of(9)
-    runner, before = primed(base, prompt, 8), forwards_of(base.model)
-    session, calls = LayerSkippingSession(runner, (1,), (0,)), []
-
-    def third_call_fails(*_):
-        calls.append(1)
-        if len(calls) == 3:
-            raise Boom
-
-    hook = sublayers(runner.model)[0][layer].register_forward_pre_hook(third_call_fails)
-    try:
-        with pytest.raises(Boom):
-            session.write(prompt, 8)
-    finally:
-        hook.remove()
-    assert forwards_of(base.model) == before
-    assert_cache_is_fresh(runner, prompt[:8], 1e-9)
-    assert session.write(prompt, 4).tokens == drafted_by(base, ((1,), (0,)), prompt, 8, 4)
-
-
 # ---- the text
 
 
@@ -223,13 +197,6 @@ def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_b
     samplers = KeyedSampler(0.9, seed=1), KeyedSampler(0.9, seed=2)
     result = session_of(base, SETS["nothing"], *samplers, num_draft=5).run(prompt_of(3), 31)
     assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
-
-
-@pytest.mark.parametrize(("skips", "length"), [("nothing", 6), ("everything", 1)])
-def test_acceptance_with_no_and_with_all_sublayers_skipped(make_base, skips, length):
-    steps = session_of(make_base(layers=3), SETS[skips], num_draft=5).run(prompt_of(3), 49).steps
-    assert {step.fed_candidates for step in steps[1:-5]} == {5}
-    assert length <= acceptance_length([steps]) <= length + 0.1
 
 
 # ---- skip sets by name, by file, by default

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversations import Conversation, load_conversations
@@ -104,7 +105,9 @@ def regenerate(
     answerer = load_answerer(base_model, server, tokenizer, answers)
     own = None
     if answers.own_prompts > 0:
-        own, prompts = write_prompts(answerer, tokenizer, answers, sampling.seed, f"{out}.prompts", overwrite)
+        own, prompts = write_prompts(
+            answerer, tokenizer, answers, sampling.seed, path.with_name(f"{path.name}.prompts"), overwrite
+        )
         conversations += prompts
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
@@ -148,7 +151,7 @@ def write_prompts(
     tokenizer: PreTrainedTokenizerBase,
     answers: AnswerOptions,
     seed: int,
-    path: str,
+    path: Path,
     overwrite: bool,
 ) -> tuple[Journal, list[Conversation]]:
     """Let the base write prompts of its own, and return them with the journal that holds them until they are answered.

@@ -47,18 +47,23 @@ def own_prompts(
     """
     before, end = user_turn(tokenizer, template)
     prompt = tokenizer(before, add_special_tokens=False).input_ids
+    if (limit := min(MAX_NEW_TOKENS, answerer.max_length - len(prompt))) < 1:
+        raise ValueError(f"max_length {answerer.max_length} leaves no room for prompts of the base's own: raise it")
     known: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
     messages: dict[str, str] = {}
     for first in range(0, count, batch_size):
-        if (replies := known.get(first)) is None:
+        num_new, num_tokens = 0, 0
+        if first not in known:
             seeds = (derived_seed(seed, place) % NUM_SEEDS for place in range(first, min(first + batch_size, count)))
-            limit = min(MAX_NEW_TOKENS, answerer.max_length - len(prompt))
             requests = [Request([], prompt, limit, replace(SAMPLING, seed=own), stop=end) for own in seeds]
-            replies = answerer.answer(requests)
-            journal.append([first, replies])
-        found = [_ended(reply, tokenizer, end) for reply in replies]
+            known[first] = answerer.answer(requests)
+            journal.append([first, known[first]])
+            num_new = len(requests)
+        found = [_ended(reply, tokenizer, end) for reply in known[first]]
+        if num_new:
+            num_tokens = sum(len(tokenizer(text).input_ids) for text in found)
         messages |= {text.lower(): text for text in found if text}
-        advance(len(found), 0 if first in known else len(found), sum(len(tokenizer(text).input_ids) for text in found))
+        advance(len(found), num_new, num_tokens)
     if not messages:
         raise ValueError(
             f"the base ends none of {count} messages within {MAX_NEW_TOKENS} tokens: give prompts by --files"

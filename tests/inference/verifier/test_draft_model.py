@@ -123,16 +123,6 @@ def test_in_a_cascade_every_cache_is_that_of_a_fresh_forward(make_base, length):
     assert session.drafter.draft_forwards > lowest.forwards > 0
 
 
-def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base, monkeypatch):
-    base, fed = make_base(), []
-    inner = DraftModelSession(Runner(base))
-    forward = inner.session.runner.forward
-    inner.session.runner.forward = lambda pending, *rest: fed.append(len(pending)) or forward(pending, *rest)
-    steps = Session(Runner(base), DraftModel(inner, num_draft=3)).run(prompt_of(3), 12).steps
-    assert [step.accepted for step in steps] == [3, 3, 3], "a model agrees with itself"
-    assert fed == [3, 1, 1, 2, 1, 1, 2, 1, 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])

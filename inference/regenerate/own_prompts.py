@@ -77,6 +77,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, s
     Raises ValueError if it writes nothing behind it.
     """
     before, _, behind = render([("user", PRIVATE_USE[0])], tokenizer, template).partition(PRIVATE_USE[0])
+    before = before.rstrip(" ")  # a space is part of the message's first token
     first = tokenizer(behind, add_special_tokens=False).input_ids[:1]
     if set(first) & set(tokenizer.all_special_ids):
         return before, str(tokenizer.decode(first))

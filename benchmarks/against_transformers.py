@@ -17,9 +17,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
 NONE = "none"
-Decode = Callable[
-    [list[int]], tuple[list[int], int]
-]  # from a prompt to an answer and the base's forwards after prefill
+Decode = Callable[[list[int]], tuple[list[int], int]]  # from a prompt to an answer and the forwards after its prefill
 HEADINGS = ["decoded by", "acceptance length", "tokens/s", "x transformers alone", "answers as without drafts"]
 
 
@@ -51,13 +49,12 @@ def against_transformers(
     """
     loaded = load_base(base, dtype, resolve_device("auto"))
     options = QuestionOptions(benchmark, limit, rows, max_new_tokens)
+    assistant = load_base(draft_model, dtype, loaded.model.device).model if draft_model else None
     tables = []
     for name, asked in options.select(loaded, options.load()).items():
-        lookup = {"prompt_lookup_num_tokens": num_lookup}
         arms = {f"transformers: {NONE}": theirs(loaded, max_new_tokens)}
-        arms["transformers: prompt lookup"] = theirs(loaded, max_new_tokens, **lookup)
-        if draft_model:
-            assistant = load_base(draft_model, dtype, loaded.model.device).model
+        arms["transformers: prompt lookup"] = theirs(loaded, max_new_tokens, prompt_lookup_num_tokens=num_lookup)
+        if assistant:
             arms["transformers: draft model"] = theirs(loaded, max_new_tokens, assistant_model=assistant)
         for label, spec in drafter_specs.labels([NONE, *drafter]).items():
             arms[f"ours: {label}"] = ours(loaded, spec, max_new_tokens)
@@ -102,13 +99,14 @@ def compare(title: str, arms: dict[str, Decode], prompts: list[list[int]]) -> Re
     for _, item, arm in alternate(list(arms), len(prompts), 1, title):
         started = time.perf_counter()
         texts[arm, item], num_forwards = arms[arm](prompts[item])
-        seconds[arm, item] = (time.perf_counter() - started) / len(texts[arm, item])
+        seconds[arm, item] = time.perf_counter() - started
         forwards[arm] += num_forwards
     table, items = ResultTable(title, HEADINGS), range(len(prompts))
     for arm in arms:
         num_tokens = sum(len(texts[arm, item]) for item in items)
-        speed = num_tokens / sum(seconds[arm, item] * len(texts[arm, item]) for item in items)
-        ratio = median(seconds[first, item] / seconds[arm, item] for item in items)
+        speed = num_tokens / sum(seconds[arm, item] for item in items)
+        per_token = [[seconds[one, item] / len(texts[one, item]) for item in items] for one in (first, arm)]
+        ratio = median(alone / own for alone, own in zip(*per_token, strict=True))
         alone = f"{arm.partition(':')[0]}: {NONE}"
         same = sum(texts[arm, item] == texts[alone, item] for item in items)
         length = (num_tokens - len(prompts)) / max(1, forwards[arm])

@@ -1,4 +1,4 @@
-"""Whether a machine is idle enough to measure on: its load, and how much of a core a decoding thread gets."""
+"""Whether a machine is idle enough to measure on: its load, and the use of its GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 SPARE_CORES = 0.5  # load that the system itself may cause during a measurement
-MIN_CORE_SHARE = 0.95  # of its time, that a decoding thread spends on a core of an idle machine
 MAX_GPU_PERCENT = 5
 NUM_SAMPLES = 20
 SAMPLING_SECONDS = 0.2
@@ -77,9 +76,7 @@ class MachineLoad:
     threads: int  # that decode, over all processes
     before: list[float] = field(default_factory=list)  # `running_threads` before each start of the command
     during: float | None = None  # the highest `load_average` at the end of an answer
-    core_share: float | None = None  # mean over the answers of the share of the time that the thread had a core
     gpu_percents: list[int] = field(default_factory=list)  # `gpu_use` before each start
-    decoded_again: int = 0  # questions that were decoded again because the thread had waited for a core
 
     def warnings(self) -> list[str]:
         """One line for each sign that other work disturbed the measured times."""
@@ -91,8 +88,6 @@ class MachineLoad:
             )
         if self.during and self.during > max(self.cores, self.threads) + SPARE_CORES:
             lines.append(f"the machine was busy during the run: load up to {self.during:.1f} on {self.cores} cores")
-        if self.core_share is not None and self.core_share < MIN_CORE_SHARE:
-            lines.append(f"decoding waited for a core {100 * (1 - self.core_share):.0f} % of the time")
         if self.gpu_percents and max(self.gpu_percents) > MAX_GPU_PERCENT:
             lines.append(f"the GPU was busy before the run: {max(self.gpu_percents)} % utilisation")
         return lines

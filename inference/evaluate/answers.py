@@ -9,7 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from data.benchmarks import Question
 from data.files import read_json_lines, reading, validated, write_text
 from data.templates import decode_answer
 from inference.prompts import encode_question
-from inference.timing import MIN_CORE_SHARE
 from inference.verifier.base import Base
 from inference.verifier.session import PHASES, Generation, Session, Step
 
@@ -28,7 +27,6 @@ Messages = list[tuple[str, str]]  # role and text
 Slot = tuple[int, str]  # the index of a question, and the name of a drafter
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
 WARM_UP_TOKENS = 16
-MAX_DECODINGS = 3  # of a question by a drafter that waits for a core each time
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,6 @@ class Answer:
     turns: list[Turn]
     ended: list[bool]  # whether each turn ended with an end-of-sequence token, rather than at the length cap
     peak_bytes: int | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
-    core_share: float | None = None  # of the time, that the decoding thread spent on a core
-    cpu_seconds: float | None = None  # of all threads of the process
-    decodings: int = 1  # how often the question was decoded until the decoding thread had a core
 
     @property
     def seconds(self) -> float:
@@ -83,14 +78,10 @@ def answer_question(
         turn = Turn(text, result.tokens, len(prompt), result.steps, result.seconds, cpu_seconds)
         return turn, bool(result.tokens) and result.tokens[-1] in base.eos
 
-    clocks = time.perf_counter, time.thread_time, time.process_time
-    before = [clock() for clock in clocks]
     encode = partial(encode_question, base, question, template=template)
     turns, ended = answer_turns(question, encode, base.context_length, write)
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
-    wall, thread, process = (clock() - start for clock, start in zip(clocks, before, strict=True))
-    share = thread / max(wall, 1e-9)  # a decoding thread never sleeps by itself
-    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process)
+    return Answer(question.question_id, question.category, name, turns, ended, peak)
 
 
 def answer_turns(
@@ -154,10 +145,9 @@ def answer_questions(
     """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
 
     Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
-    answers that are done once more, because what it drafts for the others depends on them. Other drafters decode a
-    question again if the thread waited for a core, at most `MAX_DECODINGS` times and, over all slots, half as often as
-    there are slots. Sessions are given by the names of their drafters, questions by their indices, ``done`` are the
-    answers of an interrupted run, and all questions were decoded ``repeat`` times before.
+    answers that are done once more, because what it drafts for the others depends on them. Sessions are given by the
+    names of their drafters, questions by their indices, ``done`` are the answers of an interrupted run, and all
+    questions were decoded ``repeat`` times before.
 
     Drafters that keep their memory over several benchmarks are warmed up and reset (``resets``) before the first only.
     Those that are ``unfinished`` in any of the benchmarks decode what is done in all of them once more.
@@ -169,15 +159,11 @@ def answer_questions(
         first = next(iter(questions.values()))
         answer_question(sessions[name], name, first, base, template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()
-    num_spare = len(slots) // 2
     for index, name in slots:
         before, remembers = done.get((index, name)), sessions[name].drafter.remembers
         if before and not (name in unfinished and remembers):
             continue
-        decode_it = partial(answer_question, sessions[name], name, questions[index], base, template, max_new_tokens)
-        may_repeat = base.model.device.type != "cuda" and not remembers
-        answer = retry_if_descheduled(decode_it, 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1)
-        num_spare -= answer.decodings - 1
+        answer = answer_question(sessions[name], name, questions[index], base, template, max_new_tokens)
         if not before:
             yield (index, name), answer
         elif comparable(answer) != comparable(before):
@@ -186,15 +172,6 @@ def answer_questions(
                 "not deterministic on this device, so the results may differ from those of an uninterrupted run",
                 stacklevel=2,
             )
-
-
-def retry_if_descheduled(decode_it: Callable[[], Answer], limit: int) -> Answer:
-    """Decode a question until the thread had a core throughout; return the answer with the largest share of a core."""
-    answer, num_decodings = decode_it(), 1
-    while (answer.core_share or 0.0) < MIN_CORE_SHARE and num_decodings < limit:
-        answer = max(answer, decode_it(), key=lambda each: each.core_share or 0.0)
-        num_decodings += 1
-    return replace(answer, decodings=num_decodings)
 
 
 def comparable(answer: Answer) -> list[Any]:
@@ -239,9 +216,6 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
         "arrivals": [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns],
         "peak_bytes": answer.peak_bytes,
-        "core_share": None if answer.core_share is None else round(answer.core_share, 4),
-        "cpu_time": None if answer.cpu_seconds is None else round(answer.cpu_seconds, 7),
-        "decodings": answer.decodings,
     }
     return {
         "question_id": answer.question_id,
@@ -265,9 +239,9 @@ def from_json(record: dict[str, Any]) -> Answer:
             raise ValueError("its steps and their CPU times differ in number")
     if len(choice["ended"]) != len(turns):
         raise ValueError("its turns and its ends differ in number")
-    measured = {name: choice[name] for name in ("ended", "peak_bytes", "core_share", "decodings")}
+    measured = {name: choice[name] for name in ("ended", "peak_bytes")}
     named = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
-    return validated(Answer, {**named, "turns": turns, "cpu_seconds": choice["cpu_time"], **measured})
+    return validated(Answer, {**named, "turns": turns, **measured})
 
 
 def write(path: str | Path, answers: Iterable[Answer]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -100,35 +100,31 @@ def acceptance_rates(questions: Sequence[Sequence[Step]]) -> list[PositionRate]:
 
 @dataclass(frozen=True)
 class LengthRange:
-    """The steps at texts, or after prompts, whose numbers of tokens are in one range."""
+    """The steps at texts whose numbers of tokens are in one range."""
 
     start: int
     end: int  # the smallest length beyond the range
     steps: int
     acceptance: Estimate  # acceptance length of the steps
-    step_seconds: float | None = None  # median time of a step, see `own_times`
-    prefill_seconds: float | None = None  # median time of a prefill, for ranges of prompts
+    step_seconds: float  # median time of a step, see `own_times`
 
 
-def length_ranges(answers: Sequence[Answer]) -> tuple[list[LengthRange], list[LengthRange]]:
-    """The steps by the position after the root when they begin, and by the length of the turn's prompt.
-
-    Ranges without any turn are left out. A prompt contains the earlier turns.
-    """
-    positions: dict[int, dict[int, list[Timed]]] = {}  # the steps of each question, by range
-    prompts: dict[int, dict[int, list[Timed]]] = {}
-    prefills: dict[int, list[float]] = {}
+def length_ranges(answers: Sequence[Answer]) -> list[LengthRange]:
+    """The steps by the position after the root when they begin; ranges without any are left out."""
+    groups: dict[int, dict[int, list[Timed]]] = {}  # the steps of each question, by range
     for question, answer in enumerate(answers):
         for turn in (turn for turn in answer.turns if turn.steps):
-            (prefill, prefill_seconds), *steps = own_times(turn)
-            prompt = range_start(turn.prompt_tokens)
-            prefills.setdefault(prompt, []).append(prefill_seconds)
-            prompts.setdefault(prompt, {}).setdefault(question, []).extend(steps)
+            (prefill, _), *steps = own_times(turn)
             length = turn.prompt_tokens + prefill.emitted
             for step, seconds in steps:
-                positions.setdefault(range_start(length), {}).setdefault(question, []).append((step, seconds))
+                groups.setdefault(range_start(length), {}).setdefault(question, []).append((step, seconds))
                 length += step.emitted
-    return _ranges(positions, {}), _ranges(prompts, prefills)
+    ranges = []
+    for start, by_question in sorted(groups.items()):
+        seconds = [own for steps in by_question.values() for _, own in steps]
+        counts = [(sum(step.emitted for step, _ in own), len(own)) for own in by_question.values()]
+        ranges.append(LengthRange(start, max(SHORTEST, 2 * start), len(seconds), ratio(counts), median(seconds)))
+    return ranges
 
 
 def range_start(length: int) -> int:
@@ -138,18 +134,6 @@ def range_start(length: int) -> int:
     [0, 256, 256, 4096]
     """
     return 0 if length < SHORTEST else 1 << (length.bit_length() - 1)
-
-
-def _ranges(
-    groups: Mapping[int, Mapping[int, Sequence[Timed]]], prefills: Mapping[int, Sequence[float]]
-) -> list[LengthRange]:
-    ranges = []
-    for start, by_question in sorted(groups.items()):
-        seconds = [own for steps in by_question.values() for _, own in steps]
-        counts = ((sum(step.emitted for step, _ in own), len(own)) for own in by_question.values() if own)
-        times = [median(own) if own else None for own in (seconds, prefills.get(start))]
-        ranges.append(LengthRange(start, max(SHORTEST, 2 * start), len(seconds), ratio(counts), *times))
-    return ranges
 
 
 # ---- in reasoning

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.breakdowns import (
@@ -58,10 +55,7 @@ class Speed:
     speedup: Estimate = UNKNOWN  # the baseline's seconds per token by `MedianStepTimes` / the drafter's
     timing_error: float | None = None  # relative half-width of its interval on these very questions
     wall: Estimate = UNKNOWN  # the baseline's seconds of wall time per token / the drafter's
-    noise: float | None = None  # relative standard deviation that `wall` would have over several runs
     median_seconds: float | None = None  # of all answers by median step times
-    cpu_seconds: float | None = None  # CPU time of the process, over all its threads
-    core_share: float | None = None  # of the wall time, in which the decoding thread had a core
     peak_bytes: int | None = None  # peak of GPU memory, with the base and all drafters of the run
     phase_seconds: dict[str, float] = field(
         default_factory=dict
@@ -106,7 +100,6 @@ class Summary:
     speed: Speed
     by_category: dict[str, Category] = field(default_factory=dict)
     by_position: list[LengthRange] = field(default_factory=list)  # by position in the context
-    by_prompt: list[LengthRange] = field(default_factory=list)  # by length of the prompt
     quality: dict[str, float] = field(default_factory=dict)  # in percent, as the benchmark scores it
     reasoning: Reasoning | None = None
     concurrency: int | None = None  # number of requests at once, if a server was asked
@@ -134,7 +127,6 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     repeats = repeats or [(answers, [base for _, base in pairs])]
     own_times, base_times = (MedianStepTimes(each) for each in zip(*repeats, strict=True))
     timed = [_terms(*pair, base_times.seconds(pair[1]), own_times.seconds(pair[0])) for pair in pairs]
-    by_position, by_prompt = length_ranges(answers)
     rows: dict[str, list[tuple[Pair, Terms]]] = {}
     for pair, terms in zip(pairs, timed, strict=True):
         rows.setdefault(pair[0].category, []).append((pair, terms))
@@ -144,10 +136,9 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
         **count_identical(pairs),
         tokens=_tokens(turns_of(answers)),
         acceptance=_acceptance(answers),
-        speed=_speed(pairs, timed, repeats, timing_error(own_times, base_times)),
+        speed=_speed(pairs, timed, timing_error(own_times, base_times)),
         by_category={category: _category(*zip(*own, strict=True)) for category, own in rows.items()},
-        by_position=by_position,
-        by_prompt=by_prompt,
+        by_position=length_ranges(answers),
     )
 
 
@@ -215,22 +206,17 @@ def _terms(answer: Answer, base: Answer, base_seconds: float, seconds: float) ->
     return base_seconds, _tokens(base.turns), seconds, _tokens(answer.turns)
 
 
-def _speed(pairs: Sequence[Pair], timed: Sequence[Terms], repeats: Sequence[Repeat], error: float | None) -> Speed:
+def _speed(pairs: Sequence[Pair], timed: Sequence[Terms], error: float | None) -> Speed:
     answers = [answer for answer, _ in pairs]
     turns = turns_of(answers)
     walls = [_terms(answer, base, base.seconds, answer.seconds) for answer, base in pairs]
-    shares = [(answer.core_share * answer.seconds, answer.seconds) for answer in answers if answer.core_share]
-    cpu_seconds = [answer.cpu_seconds for answer in answers if answer.cpu_seconds is not None]
     return Speed(
         seconds=_seconds(turns),
         tokens_per_second=quotient(_tokens(turns), _seconds(turns)),
         speedup=Estimate(_speedup(*map(sum, zip(*timed, strict=True))), _interval(timed)),
         timing_error=error,
         wall=Estimate(_wall_speedup(turns, turns_of(base for _, base in pairs)), _interval(walls)),
-        noise=noise(repeats),
         median_seconds=sum(seconds for *_, seconds, _ in timed),
-        cpu_seconds=sum(cpu_seconds) if cpu_seconds else None,
-        core_share=quotient(*map(sum, zip(*shares, strict=True))) if shares else None,
         peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
         phase_seconds=_phase_seconds(turns),
     )
@@ -257,35 +243,6 @@ def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
     seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
     seconds["other"] = _seconds(turns) - sum(seconds.values())
     return seconds
-
-
-def noise(repeats: Sequence[Repeat]) -> float | None:
-    """Relative standard deviation that the wall speed-up would have over several runs; None if it is not known.
-
-    For the baseline it is that of its tokens per second. With several repeats it is their own standard deviation, which
-    is larger than that of the reported median. With one repeat it is the standard error over questions of the time of a
-    base forward relative to the baseline's; as this also contains real differences between questions, it is an upper
-    estimate. Neither notices what slows down a whole run evenly.
-    """
-    is_baseline = repeats[0][0][0].drafter == repeats[0][1][0].drafter
-    if len(repeats) > 1:
-        speeds = [
-            quotient(_tokens(turns), _seconds(turns)) if is_baseline else _wall_speedup(turns, turns_of(base))
-            for turns, base in ((turns_of(answers), base) for answers, base in repeats)
-        ]
-        known = [speed for speed in speeds if speed]
-        return float(np.std(known, ddof=1) / np.mean(known)) if len(known) == len(speeds) else None
-    pairs = [
-        (_seconds_per_step(answer.turns), 1.0 if is_baseline else _seconds_per_step(base.turns))
-        for answer, base in pair_answers(*repeats[0])
-    ]
-    ratios = [own / base for own, base in pairs if own and base]
-    return float(stats.sem(np.log(ratios))) if len(ratios) > 1 else None  # of the geometric mean
-
-
-def _seconds_per_step(turns: Sequence[Turn]) -> float | None:
-    steps = decode_steps(turns)
-    return quotient(sum(sum(step.seconds) for step in steps), len(steps))
 
 
 def _category(pairs: Sequence[Pair], timed: Sequence[Terms]) -> Category:

@@ -131,19 +131,16 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     return figure
 
 
-def plot_lengths(summaries: Summaries, colours: Colours, kind: str, of: str) -> Figure:
-    """A line for each drafter: acceptance length and median time of a step by the ranges of ``kind``."""
-    known = {
-        name: [(max(each.start, SHORTEST // 2), each) for each in getattr(summary, kind) if each.step_seconds]
-        for name, summary in summaries.items()
-    }
+def plot_positions(summaries: Summaries, colours: Colours) -> Figure:
+    """A line for each drafter: acceptance length and median time of a step by position in the context."""
+    known = {name: [(max(each.start, SHORTEST // 2), each) for each in s.by_position] for name, s in summaries.items()}
     panels = {
         "acceptance length": {name: [(x, each.acceptance) for x, each in own] for name, own in known.items()},
         "ms, median": {
             name: [(x, Estimate(1000 * each.step_seconds)) for x, each in own] for name, own in known.items()
         },
     }
-    figure = _lines(f"Acceptance length and step time by {of}", panels, colours, f"{of}, tokens")
+    figure = _lines("Acceptance length and step time by position", panels, colours, "position in the context, tokens")
     ticks = {x: f"{each.start:,}–\n{each.end - 1:,}" for own in known.values() for x, each in own}
     _logarithmic(figure.axes[-1], ticks)
     return figure
@@ -179,8 +176,7 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
     ),
     "depths": plot_depths,
     "phases": plot_phases,
-    "positions": partial(plot_lengths, kind="by_position", of="position in the context"),
-    "prompts": partial(plot_lengths, kind="by_prompt", of="length of the prompt"),
+    "positions": plot_positions,
     "concurrency": plot_concurrency,
 }
 
@@ -195,7 +191,6 @@ def applicable(summaries: Summaries) -> list[str]:
         "depths": not is_served or any(s.acceptance.rates for s in every),
         "phases": not is_served,
         "positions": any(len(s.by_position) > 1 for s in every),
-        "prompts": any(len(s.by_prompt) > 1 for s in every),
         "concurrency": is_served and has_drafters,
     }
     return [plot for plot in PLOTS if conditions[plot]]

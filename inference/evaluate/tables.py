@@ -20,7 +20,6 @@ from inference.evaluate.intervals import UNKNOWN, Estimate, Interval
 from inference.evaluate.metrics import Category, Summary
 from inference.evaluate.plan import BASELINE
 from inference.evaluate.results import EvaluationResults, Summaries
-from inference.timing import MIN_CORE_SHARE
 
 COUNTING_RULE = (
     "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."
@@ -134,14 +133,12 @@ COLUMNS = {
     "speed-up": _Column(lambda s: s.speed.speedup, "{:.2f}×", is_ranked=True),
     "timing error": _Column(lambda s: None if s.is_baseline else _percent(s.speed.timing_error), "{:.1f} %"),
     "wall speed-up": _Column(lambda s: s.speed.wall, "{:.2f}×", is_ranked=True),
-    "noise": _Column(lambda s: _percent(s.speed.noise if s.speed.timing_error is None else None), "{:.1f} %"),
     "tokens/s": _Column(lambda s: s.speed.tokens_per_second, "{:.1f}", is_ranked=True),
     "first token, ms": _Column(lambda s: _milliseconds(s.latency.first_token if s.latency else None), "{:.0f}"),
     "inter-token, ms": _Column(lambda s: _milliseconds(s.latency.inter_token if s.latency else None), "{:.1f}"),
     "fed tokens/step": _Column(lambda s: s.acceptance.fed_per_step, "{:.1f}"),
     "of them scratch": _Column(lambda s: s.acceptance.scratch_per_step or None, "{:.1f}"),
     "draft forwards/step": _Column(lambda s: s.acceptance.draft_forwards_per_step or None, "{:.1f}"),
-    "CPU ms/token": _Column(lambda s: 1000 * s.speed.cpu_seconds / s.tokens if s.speed.cpu_seconds else None),
     "peak MiB": _Column(lambda s: s.speed.peak_bytes and s.speed.peak_bytes / 2**20, "{:.0f}"),
 }
 MEANINGS = {
@@ -150,10 +147,8 @@ MEANINGS = {
     "speed-up": "Speed-up: by median step times, which other work hardly changes.",
     "timing error": "Timing error: half of the 95 % interval that timing leaves the speed-up on these questions.",
     "wall speed-up": "Wall speed-up: by the clock.",
-    "noise": "Noise: standard deviation of the wall speed-up between runs, where the timing error is unknown.",
     "first token, ms": "First token: from a request to its first token; small, median and 95th percentile.",
     "inter-token, ms": "Inter-token: between two tokens; those that arrive together divide the time before equally.",
-    "CPU ms/token": "CPU: of all threads; small, wall time / CPU time of the decoding thread if it waited for a core.",
 }
 TERMINAL_COLUMNS = (
     *("drafter", "acceptance length", "speed-up", "wall speed-up", "tokens/s", "fed tokens/step"),
@@ -168,8 +163,7 @@ def benchmark_tables(by_drafter: Mapping[str, Summary], answers: Mapping[str, Se
     tables = [drafters_table(by_drafter, answers), drafts_table(by_drafter), quality_table(by_drafter)]
     if len(by_category) > 1:
         tables.append(overview_table("category", by_category, _without_baseline(by_drafter)))
-    tables.append(lengths_table("position in the context", {name: s.by_position for name, s in by_drafter.items()}))
-    tables.append(lengths_table("length of the prompt", {name: s.by_prompt for name, s in by_drafter.items()}))
+    tables.append(positions_table({name: s.by_position for name, s in by_drafter.items()}))
     return [table for table in tables if table.rows]
 
 
@@ -181,10 +175,8 @@ def drafters_table(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequ
     rows = []
     for summary in summaries:
         ended = [is_ended for answer in answers.get(summary.name, ()) for is_ended in answer.ended]
-        share = summary.speed.core_share or 1
         small = {name: _interval(column.estimate(summary).interval) for name, column in columns.items()}
         small["ended by EOS"] = f"{sum(ended)} of {len(ended)}" if ended else ""
-        small["CPU ms/token"] = f"wall/CPU {1 / share:.2f}" if share < MIN_CORE_SHARE else ""
         bold = {at for at, name in enumerate(columns, 1) if leaders[name] == summary.name}
         percent = math.floor(1000 * summary.identical / summary.questions) / 10  # never rounds up to 100
         is_identical = summary.identical == summary.questions
@@ -244,17 +236,17 @@ def overview_table(
     return Table(f"Acceptance length and speed-up by {what}", [what, *drafters], rows)
 
 
-def lengths_table(of: str, ranges: Mapping[str, Sequence[LengthRange]]) -> Table:
-    """A row for each range of lengths; one range alone would repeat the table of drafters, and is left out."""
+def positions_table(ranges: Mapping[str, Sequence[LengthRange]]) -> Table:
+    """A row for each range of positions; one range alone would repeat the table of drafters, and is left out."""
     by_drafter = {name: {(each.start, each.end): each for each in own} for name, own in ranges.items() if own}
     rows = []
     for start, end in sorted({each for own in by_drafter.values() for each in own}):
         found = {at: own[start, end] for at, own in enumerate(by_drafter.values(), 1) if (start, end) in own}
         cells = [number(found[at].acceptance.value if at in found else None) for at in range(1, len(by_drafter) + 1)]
-        small = {at: f"{1000 * each.step_seconds:.1f} ms" for at, each in found.items() if each.step_seconds}
+        small = {at: f"{1000 * each.step_seconds:.1f} ms" for at, each in found.items()}
         rows.append(Row([f"{start:,} to {end - 1:,}", *cells], small=small))
     note = "In small type: the median time of a step. Lengths are in tokens; prefills are left out."
-    title = f"Acceptance length by {of}"
+    title = "Acceptance length by position in the context"
     return Table(title, ["tokens", *by_drafter], rows if len(rows) > 1 else [], note, terminal=())
 
 

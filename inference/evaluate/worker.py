@@ -273,17 +273,13 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
         if entry.answer:
             by_slot = found.answers.setdefault((entry.benchmark, entry.repeat), {})
             by_slot[entry.place, entry.answer.drafter] = entry.answer
-    every = [answer for by_slot in found.answers.values() for answer in by_slot.values()]
-    shares = [answer.core_share for answer in every if answer.core_share is not None]
     loads = [(entry.answer is None, entry.load) for entry in entries if entry.load is not None]
     found.load = MachineLoad(
         cores=timing.num_cores(),
         threads=(plan.conditions.threads or 1) * len(plan.conditions.devices),
         before=[load for is_start, load in loads if is_start],
         during=max((load for is_start, load in loads if not is_start), default=None),
-        core_share=sum(shares) / len(shares) if shares else None,
         gpu_percents=[entry.gpu_use for entry in entries if entry.gpu_use is not None],
-        decoded_again=sum(answer.decodings - 1 for answer in every),
     )
     return found
 

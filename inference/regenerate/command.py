@@ -13,6 +13,7 @@ from data.conversations import Conversation, load_conversations
 from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import THINKING_SWITCH, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
+from drafters.checks import check_at_least
 from inference.journal import Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
@@ -90,11 +91,12 @@ def regenerate(
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far, OUT.prompts own prompts.
         overwrite: Replace an existing file, and the partial file of another command.
     """
-    for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size", "concurrency"):
-        if (number := (vars(answers) | vars(server))[name]) is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, not {number}")
+    numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": server.concurrency}
+    numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size")}
+    check_at_least(1, **{name: number for name, number in numbers.items() if number is not None})
+    check_at_least(0, own_prompts=answers.own_prompts)
     sampling.sampler()  # raises ValueError if a value is out of range
-    if not files and answers.own_prompts < 1:
+    if not files and not answers.own_prompts:
         raise ValueError("there is nothing to answer: give --files, or --own_prompts N for prompts of the base's own")
     if answers.num_answers > 1 and not sampling.temperature:
         raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
@@ -104,7 +106,7 @@ def regenerate(
     template = resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
     own = None
-    if answers.own_prompts > 0:
+    if answers.own_prompts:
         own, prompts = write_prompts(
             answerer, tokenizer, answers, sampling.seed, path.with_name(f"{path.name}.prompts"), overwrite
         )

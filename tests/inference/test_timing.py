@@ -9,7 +9,7 @@ import pytest
 
 from inference.timing import MachineLoad, running_threads
 
-IDLE = {"threads": 1, "cores": 4, "before": [0.2], "during": 1.3, "core_share": 0.995, "gpu_percents": [0]}
+IDLE = {"threads": 1, "cores": 4, "before": [0.2], "during": 1.3, "gpu_percents": [0]}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,6 @@ IDLE = {"threads": 1, "cores": 4, "before": [0.2], "during": 1.3, "core_share": 
     [
         ({"before": [0.2, 3.8]}, "busy before the run: load 3.8"),
         ({"during": 4.9}, "load up to 4.9 on 4 cores"),
-        ({"core_share": 0.8}, "waited for a core 20 % of the time"),
         ({"gpu_percents": [40]}, "GPU was busy before the run: 40 %"),
     ],
 )
@@ -30,7 +29,7 @@ def test_each_sign_of_other_work_is_named(change, message):
 def test_an_idle_machine_and_decoding_threads_on_all_cores_give_no_warning():
     assert MachineLoad(**IDLE).warnings() == []
     assert MachineLoad(2, 2).warnings() == [], "without measurements there is no warning"
-    assert MachineLoad(4, 4, before=[0.1], during=4.2, core_share=1.0).warnings() == []
+    assert MachineLoad(4, 4, before=[0.1], during=4.2).warnings() == []
     assert MachineLoad(4, 4, before=[1.0]).warnings()
 
 

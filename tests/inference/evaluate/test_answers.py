@@ -28,10 +28,10 @@ ANSWER = Answer(
 
 
 def test_answers_come_back_as_they_were_written(tmp_path):
-    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30, core_share=0.97)
+    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30)
     served = Turn("from a server", [3, 4], 4, [], 0.5, arrivals=[(0.1, 1), (0.5, 1)])
     turns = [replace(other.turns[0], cpu_seconds=[0.25]), served]
-    other = replace(other, turns=turns, ended=[True, False], cpu_seconds=0.5, decodings=2)
+    other = replace(other, turns=turns, ended=[True, False])
     path = tmp_path / "answers" / "ctc.jsonl"
     records.write(path, [ANSWER, other])
     assert records.read(path) == [ANSWER, other]

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from inference.evaluate.answers import Answer, Turn, median_answers
-from inference.evaluate.metrics import first_difference, noise, summarise
+from inference.evaluate.metrics import first_difference, summarise
 from inference.verifier.session import PHASES, Step
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
@@ -135,25 +135,6 @@ def slower(answers, factors):
         replace(answer, turns=[replace(turn, seconds=turn.seconds * factor) for turn in answer.turns])
         for answer, factor in zip(answers, factors, strict=True)
     ]
-
-
-def test_noise_is_the_spread_of_the_speedup_over_repeats():
-    assert noise([(CTC, NONE), (CTC, NONE)]) == 0
-    both = [(slower(CTC, [factor] * 2), slower(NONE, [factor] * 2)) for factor in (1, 3)]
-    assert noise(both) == pytest.approx(0), "a slowdown of both does not change the ratio"
-    speedups = [14 / 5.5, 14 / 5.5 / 2]
-    deviation = (speedups[0] - speedups[1]) / 2**0.5
-    assert noise([(CTC, NONE), (slower(CTC, [2, 2]), NONE)]) == pytest.approx(deviation / (sum(speedups) / 2))
-    assert noise([(NONE, NONE), (slower(NONE, [2, 2]), NONE)]) == pytest.approx((0.5 / 2**0.5) / 0.75)
-
-
-def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
-    assert summary.speed.noise == pytest.approx(0), "every step takes equally long"
-    first, second = CTC
-    steps = [replace(step, seconds=tuple(2 * value for value in step.seconds)) for step in first.turns[0].steps]
-    uneven = replace(first, turns=[replace(first.turns[0], steps=steps)], ended=[True])
-    assert summarise([uneven, second], NONE).speed.noise == pytest.approx((math.log(2) / 2**0.5) / 2**0.5)
-    assert summarise([first], NONE).speed.noise is None
 
 
 def test_each_question_keeps_its_answer_with_the_median_time():

@@ -178,6 +178,8 @@ def test_without_files_the_base_answers_prompts_of_its_own(call, tmp_path):
     out = tmp_path / "own.jsonl"
     words = "regenerate", "--out", out, "--max-new-tokens", 4
     assert "--own_prompts N" in call(run_drafters, *words).one_line_error("drafters regenerate")
+    refusal = call(run_drafters, *words, "--own_prompts", -1).one_line_error("drafters regenerate")
+    assert "own_prompts must be at least 0" in refusal
     call(run_drafters, *words, "--own_prompts", 3).succeeded()
     rows = list(map(json.loads, out.read_text().splitlines()))
     assert [row["id"] for row in rows] == ["own-0", "own-1", "own-2"][: len(rows)] and rows

@@ -13,7 +13,7 @@ from inference.verifier.options import SamplingOptions
 
 
 def test_a_folder_is_read_back_as_it_was_written(tmp_path, make, answers):
-    record = RunRecord(MachineLoad(2, 1, [0.5], 1.5, 0.99), {"mt_bench": 2}, 2, True, ["left"], ["warned"], 4)
+    record = RunRecord(MachineLoad(2, 1, [0.5], 1.5), {"mt_bench": 2}, 2, True, ["left"], ["warned"], 4)
     sampling = SamplingOptions(temperature=0.7, seed=3)
     written = make(answers, tmp_path.name, record=record, sampling=sampling, repeats="auto")
     results.write(tmp_path, written)

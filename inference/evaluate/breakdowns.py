@@ -121,9 +121,9 @@ def length_ranges(answers: Sequence[Answer]) -> list[LengthRange]:
                 length += step.emitted
     ranges = []
     for start, by_question in sorted(groups.items()):
-        seconds = [own for steps in by_question.values() for _, own in steps]
+        times = [own for steps in by_question.values() for _, own in steps]
         counts = [(sum(step.emitted for step, _ in own), len(own)) for own in by_question.values()]
-        ranges.append(LengthRange(start, max(SHORTEST, 2 * start), len(seconds), ratio(counts), median(seconds)))
+        ranges.append(LengthRange(start, max(SHORTEST, 2 * start), len(times), ratio(counts), median(times)))
     return ranges
 
 

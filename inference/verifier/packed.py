@@ -15,7 +15,7 @@ MIN_PACKED_ELEMENTS = 2**20  # layers with fewer weights stay in the processor's
 LARGE_MODEL = 2**24  # with so many weights, layers down to a sixteenth of that size are out of the cache at each step
 
 
-def _has_packed_products(dtype: torch.dtype) -> bool:
+def has_packed_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies by packed weights of this type here: not every CPU has products in bfloat16."""
     return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -66,7 +66,7 @@ class PackedLinear(nn.Linear):
         """Multiply tokens (..., in) by the weights: (..., out)."""
         dtype = self.weight.dtype
         is_packed = input.numel() // self.in_features >= PACKED_FROM.get(dtype, sys.maxsize)
-        if not (self.alone or (is_packed and _has_packed_products(dtype))) or self.weight.device.type != "cpu":
+        if not (self.alone or (is_packed and has_packed_products(dtype))) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
@@ -100,7 +100,7 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         )
     if not torch.backends.mkldnn.is_available():
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
-    if not _has_packed_products(weight.dtype):
+    if not has_packed_products(weight.dtype):
         raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
     smallest = smallest_packed(model) if smallest is None else smallest
     layers = [

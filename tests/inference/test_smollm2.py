@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from inference.verifier.packed import has_packed_products
 from tests.conftest import ROOT
 from train.cli import run_drafters
 
@@ -17,7 +18,7 @@ DRAFTER = ROOT / "checkpoints" / "smollm2-ctc"
 @pytest.mark.skipif(not BASE.exists(), reason="the base is not there: run `make smollm2-base`")
 def test_the_shipped_drafter_keeps_the_text_and_accepts_what_its_card_says(tmp_path):
     """In bfloat16 where the CPU multiplies in it, as `make smollm2`."""
-    dtype = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    dtype = "bfloat16" if has_packed_products(torch.bfloat16) else "float32"
     args = ["--base", BASE, "--dtype", dtype, "--forward", "packed", "--drafter", f"ctc={DRAFTER}"]
     args += ["--limit", 20, "--max_new_tokens", 48, "--repeats", 1, "--out", tmp_path / "eval"]
     run_drafters(["eval", *map(str, args)])

@@ -33,7 +33,6 @@ class Acceptance:
 
     length: Estimate = UNKNOWN  # acceptance length: emitted tokens / base forwards over all questions (micro average)
     mean: Estimate = UNKNOWN  # mean over questions of the acceptance length of each
-    with_prefill: float | None = None  # with prefills and their tokens: Ouroboros' block efficiency (Definition C.1)
     ended: float | None = None  # over the turns that ended with an end-of-sequence token
     fed_per_step: float | None = None  # mean number of tokens fed to the base per step
     scratch_per_step: float | None = None  # of them, those that could not be accepted
@@ -151,7 +150,6 @@ def _acceptance(answers: Sequence[Answer]) -> Acceptance:
     return Acceptance(
         length=intervals.ratio((sum(step.emitted for step in own), len(own)) for own in own_steps if own),
         mean=intervals.ratio((length, 1) for length in lengths),
-        with_prefill=quotient(_tokens(turns), sum(len(turn.steps) for turn in turns)),
         ended=acceptance_length(ended),
         scratch_per_step=quotient(sum(step.fed_scratch for step in steps), len(steps)),
         draft_forwards_per_step=quotient(sum(step.draft_forwards for step in steps), len(steps)),

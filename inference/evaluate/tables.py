@@ -129,7 +129,6 @@ COLUMNS = {
     "ended by EOS": _Column(lambda s: s.acceptance.ended, is_ranked=True),
     "in reasoning": _Column(lambda s: s.reasoning.inside.value if s.reasoning else None),
     "in the answer": _Column(lambda s: s.reasoning.outside.value if s.reasoning else None),
-    "with prefill": _Column(lambda s: s.acceptance.with_prefill, is_ranked=True),
     "speed-up": _Column(lambda s: s.speed.speedup, "{:.2f}×", is_ranked=True),
     "timing error": _Column(lambda s: None if s.is_baseline else _percent(s.speed.timing_error), "{:.1f} %"),
     "wall speed-up": _Column(lambda s: s.speed.wall, "{:.2f}×", is_ranked=True),

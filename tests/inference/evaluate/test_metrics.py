@@ -53,7 +53,7 @@ def test_acceptance_excludes_the_prefill_where_it_does_not_say_otherwise(summary
     own = summary.acceptance
     assert (own.length.value, own.mean.value) == (pytest.approx(10 / 5), pytest.approx((7 / 3 + 3 / 2) / 2))
     assert own.ended == pytest.approx(5 / 2)  # question 1, turn 1; question 2, turn 2 adds nothing
-    assert own.with_prefill == pytest.approx(14 / 9)
+    assert own.conventions["block efficiency (Ouroboros)"] == pytest.approx(14 / 9)
     assert (own.fed_per_step, own.hit_ratio) == (pytest.approx(5), pytest.approx((2 + 1 + 2 + 0 + 1) / 20))
     assert [rate.rate.value for rate in own.rates] == pytest.approx([4 / 5, 2 / 5])
 
@@ -84,7 +84,7 @@ def test_the_baseline_compared_with_itself_has_speedup_one(summary):
     vanilla = summarise(NONE, NONE)
     assert vanilla.is_baseline and not summary.is_baseline
     own = vanilla.acceptance
-    assert (own.length.value, vanilla.speed.speedup.value, own.fed_per_step, own.with_prefill) == (1.0, 1.0, 5.0, 1.0)
+    assert (own.length.value, vanilla.speed.speedup.value, own.fed_per_step) == (1.0, 1.0, 5.0)
     assert own.rates == []
     assert (summary.identical, summary.questions, summary.first_divergence) == (2, 2, None)
 

@@ -58,7 +58,8 @@ def _fixed_options(drafter_class: type[LearnedDrafter], init_args: Mapping[str, 
     """
     groups = recipe.groups(drafter_class)
     free = {"hidden_layers", *(name for group in FREE if group in groups for name in recipe.defaults(groups[group]))}
-    given = {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
+    flat = recipe.flattened(init_args)  # a free group may hold options that are no longer there
+    given = {key.rpartition(".")[2]: value for key, value in flat.items() if key.partition(".")[0] not in FREE}
     values = recipe.training_defaults(drafter_class) | given
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if name not in free

@@ -1,5 +1,7 @@
 """What a training starts from: the weights of a folder, and a draft vocabulary chosen from the training text."""
 
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -84,8 +86,14 @@ def test_training_goes_on_from_the_folder_and_resumes_from_its_own_checkpoint(fi
 
 
 @pytest.mark.slow
-def test_validation_measures_the_folder_as_it_measures_its_checkpoint(fit, trained):
-    of_folder = fit(trained.folder, subcommand="validate")
+def test_validation_measures_the_folder_as_it_measures_its_checkpoint(fit, trained, tmp_path):
+    """Its recipe may name an option of the loss that is no longer there."""
+    folder = shutil.copytree(trained.folder, tmp_path / "drafter")
+    config = json.loads((folder / "config.json").read_text())
+    config["init_args"]["loss"]["weights"] = "decay"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "SHA256SUMS").unlink()
+    of_folder = fit(folder, subcommand="validate")
     of_checkpoint = fit(None, "--ckpt_path", trained.ckpt, subcommand="validate")
     assert "val/acceptance_length" in of_folder.out == of_checkpoint.out
 

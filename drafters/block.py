@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.checks import check_at_least
 from drafters.losses import gathered_logits, label_weights
 from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.losses.chunks import anchors_per_chunk, chunked
 from drafters.losses.divergences import divergence
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.nn.markov import markov_bias
@@ -95,7 +95,7 @@ def cross_entropy(
     right: Tensor | None = None,
     options: LabelLossOptions = LabelLossOptions(),
     divisor: Callable[[Tensor], Tensor] = at_least_one,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
 
@@ -110,7 +110,7 @@ def cross_entropy(
         right: (V, R) right factor of the Markov bias on the V logits; none by default.
         options: Weights of the labels and of distillation.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
-        max_bytes: Memory for the tensors of one chunk.
+        max_bytes: Memory for the tensors of one chunk; by default as `anchors_per_chunk` chooses it.
 
     Returns:
         The loss, and ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). Scalars, zero without labels.
@@ -142,7 +142,7 @@ def cross_entropy(
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
     # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
     num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
-    size = anchors_per_chunk(num_vectors, len(head), max_bytes)
+    size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
     loss, acceptance = chunked(sums, anchored, _Output(right), size)
     num_anchors = divisor(anchored.valid[:, 0].sum())
     return loss / num_anchors, {"expected_acceptance": acceptance / num_anchors}

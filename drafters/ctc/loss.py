@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from drafters.checks import check_at_least
 from drafters.losses import gathered_logits, label_weights
 from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.losses.chunks import anchors_per_chunk, chunked
 from drafters.losses.divergences import divergence
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.protocol import at_least_one
@@ -67,7 +67,7 @@ def ctc_loss(
     warm_up: float = 0.0,
     merge_repeats: bool = True,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the anchors that have a label, and metrics.
 
@@ -88,7 +88,7 @@ def ctc_loss(
             beyond U are not trained by it.
         merge_repeats: As in `reference.collapse`.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
-        max_bytes: Memory for the tensors of one chunk.
+        max_bytes: Memory for the tensors of one chunk; by default as `anchors_per_chunk` chooses it.
 
     Returns:
         The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
@@ -130,7 +130,7 @@ def ctc_loss(
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
     num_vectors += num_labels * (3 if options.distillation else 1 if needs_draft else 0)
-    size = anchors_per_chunk(num_vectors, len(head), max_bytes)
+    size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
     num_anchors = divisor(anchored.valid[:, 0].sum())
     return loss / num_anchors, {

@@ -11,16 +11,19 @@ from torch.autograd.function import once_differentiable
 
 MAX_BYTES = 2**26
 """Memory for the tensors of one chunk: 64 MiB."""
+CUDA_MAX_BYTES = 2**28
+"""The same on a GPU, where smaller chunks wait for the launches of their kernels: 256 MiB."""
 
 PerAnchor = TypeVar("PerAnchor", bound=NamedTuple)
 Shared = TypeVar("Shared", bound=NamedTuple)
 
 
-def anchors_per_chunk(num_vectors: int, vocab_size: int, max_bytes: int = MAX_BYTES) -> int:
+def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device, max_bytes: int | None = None) -> int:
     """The number of anchors, at least one, whose vectors over the vocabulary fit into ``max_bytes``.
 
-    Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
+    Each of an anchor's ``num_vectors`` is held in float32, with its gradient. The default depends on the device.
     """
+    max_bytes = max_bytes or (CUDA_MAX_BYTES if device.type == "cuda" else MAX_BYTES)
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from drafters.checks import check_at_least
 from drafters.losses.anchors import valid_positions
 from train.memory import readable
-from train.optimizer import is_accumulating
+from train.optimizer import is_accumulating, timer_of
 from train.strategies import FSDP2, is_deepspeed
 
 
@@ -83,6 +83,8 @@ class Speed(L.Callback):
             self.logged_step, self.num_logged = trainer.global_step, self.num_logged + 1
             if self.num_logged == 2:  # the first steps are slower
                 num_left = trainer.estimated_stepping_batches - trainer.global_step
+                if (timer := timer_of(trainer)) and (seconds_left := timer.time_remaining()) is not None:
+                    num_left = min(num_left, max(0, round(seconds_left * num_steps / seconds)))
                 show_time(seconds / num_steps, num_left, peak_bytes(pl_module.device))
             self._reset()
             self.step_end = time.perf_counter()

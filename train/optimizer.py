@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
@@ -90,24 +91,40 @@ def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: f
 def with_schedule(
     module: L.LightningModule, optimizer: torch.optim.Optimizer, warmup_steps: int, schedule: Schedule
 ) -> OptimizerLRSchedulerConfig:
-    """An optimizer with a linear warm-up, then a constant learning rate or a cosine decay to zero at the last step.
+    """An optimizer with a linear warm-up, then a constant learning rate or a cosine decay to zero.
 
-    Raises ValueError if the schedule is ``cosine``, and the training has no last step, as it is limited by time alone.
+    The decay ends with the last step, or with ``trainer.max_time``, whichever is nearer. Raises ValueError if the
+    training has neither.
     """
     num_steps = max(1, module.trainer.estimated_stepping_batches)
-    if schedule == "cosine" and math.isinf(num_steps):
+    timer = timer_of(module.trainer)
+    if schedule == "cosine" and math.isinf(num_steps) and timer is None:
         raise ValueError(
-            "schedule cosine needs the number of steps, which trainer.max_time does not give: "
-            "give trainer.max_steps or trainer.max_epochs too, or take model.schedule constant"
+            "schedule cosine needs an end of the training: give trainer.max_steps, trainer.max_epochs or "
+            "trainer.max_time, or take model.schedule constant"
         )
 
     def factor(step: int) -> float:
         warm_up = min(1.0, (step + 1) / max(1, warmup_steps))
-        progress = min(1.0, step / num_steps)
-        return warm_up * (0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0)
+        if schedule == "constant":
+            return warm_up
+        progress = max(step / num_steps, share_of_time(module.trainer, timer) if timer else 0.0)
+        return warm_up * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def timer_of(trainer: L.Trainer) -> Timer | None:
+    """The callback that ends a training with a ``max_time``."""
+    return next((callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, Timer)), None)
+
+
+def share_of_time(trainer: L.Trainer, timer: Timer) -> float:
+    """The share of ``trainer.max_time`` that has passed: the mean of all processes, so that their rates are equal."""
+    elapsed, left = timer.time_elapsed(), timer.time_remaining()
+    share = torch.tensor(elapsed / (elapsed + left) if left is not None else 0.0, device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(share, reduce_op="mean"))
 
 
 def is_accumulating(trainer: L.Trainer) -> bool:

@@ -2,10 +2,12 @@
 
 import csv
 import math
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from train import callbacks
 from train.callbacks import Speed
@@ -61,3 +63,17 @@ def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeyp
             speed.on_validation_start(trainer, module)
             speed.on_validation_end(trainer, module)
     assert logged == {"train/tokens_per_second": pytest.approx(2 * 16 / 7), "train/utilisation": pytest.approx(6 / 7)}
+
+
+def test_the_time_left_ends_with_the_last_step_or_the_limit_of_time(monkeypatch, capsys):
+    """Steps of 2 s, of 1,000; after the second there are 5 minutes left."""
+    monkeypatch.setattr(callbacks.time, "perf_counter", iter([0.0, 2.0, 2.0, 2.0, 4.0, 4.0]).__next__)
+    module = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
+    timer = Timer(timedelta(minutes=5))
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, estimated_stepping_batches=1000, callbacks=[timer])
+    batch, speed = {"lengths": torch.tensor([16])}, Speed()
+    speed.on_train_start(trainer, module)
+    for trainer.global_step in (1, 2):
+        speed.on_train_batch_start(trainer, module, batch, 0)
+        speed.on_train_batch_end(trainer, module, None, batch, 0)
+    assert "2 s a step: 150 more take about 0:05:00" in capsys.readouterr().out

@@ -1,11 +1,14 @@
 """Muon against the singular value decomposition and PyTorch's own; with AdamW, against the two side by side."""
 
+import math
 from copy import deepcopy
+from datetime import timedelta
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch import nn
 
 from drafters.nn.markov import BaseMarkov
@@ -87,16 +90,33 @@ def test_sharded_weights_are_refused():
         made_by(muon, module)
 
 
-def test_a_training_that_only_time_limits_has_a_constant_rate_but_no_cosine():
+def test_a_constant_rate_needs_no_end_of_the_training_and_a_cosine_does():
     module = Net()
-    module.trainer.estimated_stepping_batches = torch.inf  # as Lightning says with max_time and max_epochs -1
+    module.trainer.estimated_stepping_batches = torch.inf  # as Lightning says with max_epochs -1
     made = made_by(adamw, module, "constant")
     (rate,) = set(made["lr_scheduler"]["scheduler"].lr_lambdas)
     assert [rate(step) for step in (0, 1, 10**6)] == [0.5, 1.0, 1.0]
-    with pytest.raises(
-        ValueError, match=r"give trainer\.max_steps or trainer\.max_epochs too, or take model\.schedule"
-    ):
+    with pytest.raises(ValueError, match=r"give trainer\.max_steps, trainer\.max_epochs or trainer\.max_time"):
         made_by(adamw, module)
+
+
+class ElapsedTimer(Timer):
+    seconds = 0.0
+
+    def time_elapsed(self, stage="train"):
+        return self.seconds
+
+
+def test_a_cosine_ends_with_the_time_or_the_last_step_whichever_is_nearer():
+    module, timer = Net(), ElapsedTimer(timedelta(seconds=10))
+    other = 0.2  # that another process is behind
+    module.trainer.strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), reduce=lambda value, reduce_op: (value + value - other) / 2
+    )
+    module.trainer.callbacks, module.trainer.estimated_stepping_batches = [timer], 100
+    (rate,) = set(made_by(adamw, module)["lr_scheduler"]["scheduler"].lr_lambdas)
+    for step, timer.seconds, progress in [(1, 1.0, 0.01), (20, 6.0, 0.5), (90, 6.0, 0.9), (99, 20.0, 1.0)]:
+        assert rate(step) == pytest.approx(0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # ---- Muon alone

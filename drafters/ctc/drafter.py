@@ -118,9 +118,7 @@ class CTC(ParallelDrafter):
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
         anchored, head, right = self.loss_inputs(batch, base_weights, bool(options.distillation))
         output = CTCOutput(self.blank_row, self.blank_bias[0], right)
-        num_steps = self.loss_options.warm_up_steps if self.training else 0
-        warm_up = 1 - min(1.0, batch.step / num_steps) if num_steps else 0.0  # share of plain cross-entropy in the loss
-        return ctc_loss(anchored, head, output, options, warm_up, self.merge_repeats, batch.divisor)
+        return ctc_loss(anchored, head, output, options, self.merge_repeats, batch.divisor)
 
     # ---- drafting
 

@@ -37,18 +37,14 @@ class CTCLossOptions(LabelLossOptions):
             and are merged.
         objective: ``ctc``, the paper's sequence loss, or ``prefix``, the weighted log-probabilities of all prefixes,
             which is what verification rewards. The paper's loss has no label weights.
-        warm_up_steps: Optimizer steps over which plain cross-entropy fades out, from all of the loss to none. It keeps
-            the blank from taking over all frames early in training.
     """
 
     num_labels: int = 8
     objective: Literal["ctc", "prefix"] = "prefix"
-    warm_up_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, num_labels=self.num_labels)
-        check_at_least(0, warm_up_steps=self.warm_up_steps)
 
 
 class CTCOutput(NamedTuple):
@@ -64,7 +60,6 @@ def ctc_loss(
     head: Tensor,
     output: CTCOutput,
     options: CTCLossOptions = CTCLossOptions(),
-    warm_up: float = 0.0,
     merge_repeats: bool = True,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
     max_bytes: int | None = None,
@@ -84,8 +79,6 @@ def ctc_loss(
         head: (V, D) the base's frozen LM head.
         output: The trained weights of the output layer.
         options: The objective and its weights.
-        warm_up: Share, from 0 to 1, of the plain cross-entropy of frame u on label u, weighted by ``decay``. Frames
-            beyond U are not trained by it.
         merge_repeats: As in `reference.collapse`.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
         max_bytes: Memory for the tensors of one chunk; by default as `anchors_per_chunk` chooses it.
@@ -118,10 +111,6 @@ def ctc_loss(
             base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
             distances = torch.where(is_reached, weight * divergence(options.divergence, base, draft), 0.0)
             loss = loss + options.distillation * distances.sum()
-        if warm_up:
-            own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
-            plain = -(label_weights.by_depth(x.valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
-            loss = (1 - warm_up) * loss + warm_up * plain
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 

@@ -136,19 +136,6 @@ def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc,
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(make_ctc, base_weights, text):
-    hidden, ids = text
-    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
-    drafter, without = make_ctc(warm_up_steps=4, num_anchors=S), make_ctc(num_anchors=S)
-    without.load_state_dict(drafter.state_dict())  # and the state dict has no step counter
-    plain, _ = without.loss(TrainingBatch(*texts), base_weights)
-    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(6)]
-    shares = [(loss - plain) / (losses[0] - plain) for loss in losses]
-    torch.testing.assert_close(torch.stack(shares), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0, 0.0]))
-    drafter.eval()
-    torch.testing.assert_close(drafter.loss(TrainingBatch(*texts), base_weights)[0], plain)
-
-
 def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
     make_ctc, base_weights, text
 ):

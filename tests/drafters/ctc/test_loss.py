@@ -61,10 +61,10 @@ class Case:
     def output(self):
         return CTCOutput(self.blank_row, self.blank_bias, None if self.markov is None else self.markov.right)
 
-    def loss(self, anchored=None, warm_up=0.0, max_bytes=MAX_BYTES, **options):
+    def loss(self, anchored=None, max_bytes=MAX_BYTES, **options):
         anchored = anchored or self.anchored(teacher=self.teacher if options.get("distillation") else None)
         options = CTCLossOptions(**options)
-        return ctc_loss(anchored, self.head, self.output, options, warm_up, self.merges, max_bytes=max_bytes)
+        return ctc_loss(anchored, self.head, self.output, options, self.merges, max_bytes=max_bytes)
 
     def states(self, anchored):
         emissions = emit(anchored, self.head, self.output)
@@ -88,7 +88,6 @@ class Case:
         self,
         objective="prefix",
         decay=0.9,
-        warm_up=0.0,
         label_weight=1.0,
         distillation=0.0,
         divergence="kl",
@@ -116,11 +115,6 @@ class Case:
                 for u, w in enumerate(factor):
                     q = self.continuation(texts, label[:u])
                     loss = loss + distillation * w * literal_divergence(divergence, base[u], q)
-            if warm_up:
-                probs, before = self.probs(anchor), [int(ROOTS[anchor]), *label]
-                share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
-                plain = -sum(w * probs[u, before[u], label[u]].log() for u, w in enumerate(share / share.sum()))
-                loss = (1 - warm_up) * loss + warm_up * plain
             total = total + loss
         return total / (LENGTHS > 0).sum()
 
@@ -243,12 +237,10 @@ def assert_literal(case, settings, max_bytes=MAX_BYTES):
     [
         {"objective": "ctc"},
         {"objective": "prefix", "decay": 0.6},
-        {"warm_up": 1.0},
-        {"warm_up": 0.3, "objective": "ctc"},
         {"distillation": 0.5},
         {"until_failure": 0, "decay": 0.6},
         {"until_failure": 0, "distillation": 0.5},
-        {"distillation": 2.0, "warm_up": 0.2, "objective": "ctc"},
+        {"distillation": 2.0, "objective": "ctc"},
     ],
     ids=str,
 )

@@ -83,8 +83,8 @@ class Speed(L.Callback):
             self.logged_step, self.num_logged = trainer.global_step, self.num_logged + 1
             if self.num_logged == 2:  # the first steps are slower
                 num_left = trainer.estimated_stepping_batches - trainer.global_step
-                if (timer := timer_of(trainer)) and (seconds_left := timer.time_remaining()) is not None:
-                    num_left = min(num_left, max(0, round(seconds_left * num_steps / seconds)))
+                if timer := timer_of(trainer):
+                    num_left = min(num_left, max(0, round((timer.time_remaining() or 0) * num_steps / seconds)))
                 show_time(seconds / num_steps, num_left, peak_bytes(pl_module.device))
             self._reset()
             self.step_end = time.perf_counter()

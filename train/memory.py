@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from data.files import SafeConsole, cause_of
 from data.rows import lengths
-from drafters.losses import chunks as chunk_sizes
-from drafters.losses.chunks import chunks
+from drafters.losses.chunks import CUDA_MAX_BYTES, chunks
 from drafters.nn.anchor_attention import AnchorMask
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
 from train.module import DrafterTraining
@@ -129,7 +128,7 @@ def step_bytes(
                 around.enter_context(mock.patch.object(module, "chunks", lambda *sizes: chunks(*sizes)[:1]))
         if is_gpu:  # FlexAttention cannot run without data; attention without a mask stores the same
             around.enter_context(mock.patch.object(AnchorMask, "best", lambda self: None))
-            around.enter_context(mock.patch.object(chunk_sizes, "MAX_BYTES", chunk_sizes.CUDA_MAX_BYTES))
+            around.enter_context(mock.patch("drafters.losses.chunks.MAX_BYTES", CUDA_MAX_BYTES))
         around.enter_context(torch.random.fork_rng(devices=[]))
         live = around.enter_context(LiveBytes(*existing))
         with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, cast
 
 import lightning as L
 import torch
@@ -104,12 +105,13 @@ def with_schedule(
             "trainer.max_time, or take model.schedule constant"
         )
 
+    @lru_cache(maxsize=1)  # asked once for each group of parameters
+    def progress(step: int) -> float:
+        return min(1.0, max(step / num_steps, share_of_time(module.trainer, timer) if timer else 0.0))
+
     def factor(step: int) -> float:
         warm_up = min(1.0, (step + 1) / max(1, warmup_steps))
-        if schedule == "constant":
-            return warm_up
-        progress = max(step / num_steps, share_of_time(module.trainer, timer) if timer else 0.0)
-        return warm_up * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return warm_up * (0.5 * (1 + math.cos(math.pi * progress(step))) if schedule == "cosine" else 1.0)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -117,14 +119,17 @@ def with_schedule(
 
 def timer_of(trainer: L.Trainer) -> Timer | None:
     """The callback that ends a training with a ``max_time``."""
-    return next((callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, Timer)), None)
+    timers = (callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, Timer))
+    return next((timer for timer in timers if timer.time_remaining() is not None), None)
 
 
 def share_of_time(trainer: L.Trainer, timer: Timer) -> float:
     """The share of ``trainer.max_time`` that has passed: the mean of all processes, so that their rates are equal."""
-    elapsed, left = timer.time_elapsed(), timer.time_remaining()
-    share = torch.tensor(elapsed / (elapsed + left) if left is not None else 0.0, device=trainer.strategy.root_device)
-    return float(trainer.strategy.reduce(share, reduce_op="mean"))
+    elapsed = timer.time_elapsed()
+    share = elapsed / (elapsed + cast(float, timer.time_remaining()))
+    if trainer.world_size == 1:
+        return share  # without waiting for the device
+    return float(trainer.strategy.reduce(torch.tensor(share, device=trainer.strategy.root_device), reduce_op="mean"))
 
 
 def is_accumulating(trainer: L.Trainer) -> bool:

@@ -100,23 +100,22 @@ def test_a_constant_rate_needs_no_end_of_the_training_and_a_cosine_does():
         made_by(adamw, module)
 
 
-class ElapsedTimer(Timer):
-    seconds = 0.0
-
-    def time_elapsed(self, stage="train"):
-        return self.seconds
-
-
-def test_a_cosine_ends_with_the_time_or_the_last_step_whichever_is_nearer():
-    module, timer = Net(), ElapsedTimer(timedelta(seconds=10))
-    other = 0.2  # that another process is behind
+def test_a_cosine_ends_with_the_time_or_the_last_step_whichever_is_nearer(monkeypatch):
+    module, timer, seconds = Net(), Timer(timedelta(seconds=10)), [0.0]
+    monkeypatch.setattr(timer, "time_elapsed", lambda stage="train": seconds[0])
+    other, asked = 0.2, []  # how far another process is behind, and how often the processes were asked
     module.trainer.strategy = SimpleNamespace(
-        root_device=torch.device("cpu"), reduce=lambda value, reduce_op: (value + value - other) / 2
+        root_device=torch.device("cpu"), reduce=lambda value, reduce_op: asked.append(value) or value - other / 2
     )
-    module.trainer.callbacks, module.trainer.estimated_stepping_batches = [timer], 100
-    (rate,) = set(made_by(adamw, module)["lr_scheduler"]["scheduler"].lr_lambdas)
-    for step, timer.seconds, progress in [(1, 1.0, 0.01), (20, 6.0, 0.5), (90, 6.0, 0.9), (99, 20.0, 1.0)]:
-        assert rate(step) == pytest.approx(0.5 * (1 + math.cos(math.pi * progress)))
+    vars(module.trainer).update(callbacks=[Timer(), timer], estimated_stepping_batches=100, world_size=2)
+    rates = made_by(adamw, module)["lr_scheduler"]["scheduler"].lr_lambdas
+    asked.clear()
+    for step, seconds[0], progress in [(1, 1.0, 0.01), (20, 6.0, 0.5), (90, 6.0, 0.9), (99, 20.0, 1.0)]:
+        for rate in rates:
+            assert rate(step) == pytest.approx(0.5 * (1 + math.cos(math.pi * progress)))
+    assert len(rates) == 2 and len(asked) == 4
+    module.trainer.world_size = 1
+    assert rates[0](21) == pytest.approx(0.0)  # no process was asked
 
 
 # ---- Muon alone

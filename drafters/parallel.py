@@ -18,6 +18,7 @@ from drafters.losses.sampled_columns import sample_columns
 from drafters.nn.anchor_attention import AnchorMask, Mask
 from drafters.nn.draft_cache import Context, DraftCache
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
+from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import BaseMarkov, Markov
 from drafters.nn.transformer import Trunk
 from drafters.protocol import (
@@ -49,6 +50,8 @@ class TrunkOptions:
             vLLM's own format.
         root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
             earlier occurrences of the root. Otherwise only frame 0 gets it.
+        lookup: Let each frame read the token in its place behind the longest earlier match of the text's last tokens
+            (`drafters.nn.lookup`). So the drafter knows what prompt lookup would draft, and learns when to believe it.
         causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
         markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
         markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
@@ -62,6 +65,7 @@ class TrunkOptions:
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
     root_everywhere: bool = False
+    lookup: bool = False
     causal: bool = False
     markov_rank: int = 0
     markov_factors: Literal["own", "base"] = "own"
@@ -147,6 +151,7 @@ class ParallelDrafter(LearnedDrafter):
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
+        self.lookup = Lookup(base) if trunk.lookup else None
         self._cache = DraftCache(trunk.num_layers, draft.window)
         add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
 
@@ -207,11 +212,12 @@ class ParallelDrafter(LearnedDrafter):
             anchors: (B, A) positions.
             roots: (B, A) tokens at the anchors.
             embedding: (V, D) the base's embedding.
-            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context`` or ``lookup``.
         """
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
         context = self.context(hidden, positions, tokens, embedding)
-        return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best())
+        passages = None if tokens is None else self._passages(tokens, anchors)
+        return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best(), passages)
 
     def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
         """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
@@ -224,9 +230,26 @@ class ParallelDrafter(LearnedDrafter):
         window = self.draft_options.window if window is None else window
         return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
 
-    def _frames(self, context: Context, anchors: Tensor, roots: Tensor, embedding: Tensor, mask: Mask) -> Tensor:
+    def _passages(self, texts: Tensor, anchors: Tensor) -> Passages | None:
+        """The passages that the frames of anchors (B, A) read in texts (B, S), if they read any."""
+        if self.lookup is None:
+            return None
+        return self.lookup.find(texts, anchors, self.num_frames, self.draft_options.window)
+
+    def _frames(
+        self,
+        context: Context,
+        anchors: Tensor,
+        roots: Tensor,
+        embedding: Tensor,
+        mask: Mask,
+        passages: Passages | None = None,
+    ) -> Tensor:
         """States (B, A, T, D) of the predicting frames, for roots (B, A) at anchors (B, A)."""
         frames, positions = self._block(roots, anchors, embedding)
+        if self.lookup is not None:
+            assert passages is not None, "the drafter looks up tokens, and they were not given"
+            frames = frames + self.lookup(passages, embedding).flatten(1, 2).to(frames.dtype)
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 
@@ -291,7 +314,8 @@ class ParallelDrafter(LearnedDrafter):
         )
         context = self._cache.read()  # all of it is attended to
         mask = self._mask(anchor, context, window=0).dense() if self.causal else None
-        frames = self._frames(context, anchor, root, embedding, mask)[:, 0]
+        passages = self._passages(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
+        frames = self._frames(context, anchor, root, embedding, mask, passages)[:, 0]
         self.draft_forwards += 1
         return self.tree(frames, seq[-1], self.base_weights, limits)
 
@@ -302,7 +326,13 @@ class ParallelDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def propose_batch(
-        self, context: Context, anchors: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits
+        self,
+        context: Context,
+        anchors: Tensor,
+        roots: Tensor,
+        base_weights: BaseWeights,
+        limits: Limits,
+        texts: Sequence[Tensor] = (),
     ) -> list[DraftTree]:
         """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
 
@@ -313,12 +343,17 @@ class ParallelDrafter(LearnedDrafter):
             roots: (B,) root tokens.
             base_weights: The base's embedding and LM head.
             limits: Limits of every proposal.
+            texts: The tokens (S,) of each text up to its root, on the CPU; needed only with ``lookup``.
         """
         self.draft_forwards += 1
         mask = self._mask(anchors[:, None], context)
         is_needed = self.causal or mask.window or len(anchors) > 1  # a single text attends to all of its context
         dense = mask.dense() if is_needed else None
-        frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense)[:, 0]
+        passages = None
+        if self.lookup is not None:
+            each = [self._passages(text[None], torch.tensor([[len(text) - 1]])) for text in texts]
+            passages = Passages(*(torch.cat(parts) for parts in zip(*filter(None, each), strict=True)))
+        frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense, passages)[:, 0]
         return self.trees(frames, roots, base_weights, limits)
 
     @torch.inference_mode()
@@ -330,6 +365,8 @@ class ParallelDrafter(LearnedDrafter):
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
         for part in anchors.split(self.chunk_anchors):
             mask = self._mask(part[None], context).best()
-            frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding, mask)[0]
-            trees += self.trees(frames, input_ids[part], base_weights, limits)
+            passages = self._passages(input_ids[None], part[None])
+            roots = input_ids[part]
+            frames = self._frames(context, part[None], roots[None], base_weights.embedding, mask, passages)[0]
+            trees += self.trees(frames, roots, base_weights, limits)
         return trees

@@ -29,7 +29,8 @@ def load_initial(
 
     The folder, or ``OWNER/NAME@REVISION`` on the hub, is that of an exported or imported drafter, whose layers may have
     sizes of their own: the shape is returned too. Raises ValueError if it holds no drafter, one for another base, or
-    one that computes something else than ``build`` and its class_path and init_args, ``recipe_node``, describe.
+    one that computes something else than ``build`` and its class_path and init_args, ``recipe_node``, describe. Only a
+    lookup (``lookup``) may be added, which changes nothing until it is trained.
     """
     loaded, config = checkpoint.load(drafter_folder(folder))
     check_fit(config, base)
@@ -39,11 +40,14 @@ def load_initial(
         raise ValueError(f"the drafter in {folder} is {theirs.__name__}, and model.drafter is {ours.__name__}")
     if isinstance(recipe_node, Mapping):
         given, stored = (_fixed_options(theirs, args) for args in (recipe_node["init_args"] or {}, config.init_args))
+        if not stored.get("lookup"):
+            stored.pop("lookup", None)
         _refuse(folder, {name: value for name, value in stored.items() if given.get(name) != value})
     layers = loaded.required_outputs.hidden_layers
     if drafter.required_outputs.hidden_layers != layers:
         _refuse(folder, {"hidden_layers": list(layers)})
-    weights = loaded.state_dict()
+    fresh = {name: weight for name, weight in drafter.state_dict().items() if name.startswith("lookup.")}
+    weights = fresh | loaded.state_dict()
     shapes, expected = ({name: weight.shape for name, weight in w.items()} for w in (weights, drafter.state_dict()))
     if differing := sorted(dict(shapes.items() ^ expected.items())):
         raise ValueError(f"the drafter in {folder} has other weights than model.drafter: {differing[0]} differs")

@@ -222,7 +222,8 @@ class ParallelProposer(Proposer):
             anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
             roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
             context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))
-            trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits)
+            own = [torch.from_numpy(texts[text]) for text in group]
+            trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits, own)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
 

@@ -22,6 +22,7 @@ RECIPES = {
         CTC | {"markov_rank": 3, "distillation": 0.5, "num_layers": 2, "hidden_layers": [0, -1]},
     ),
     "ctc, reads tokens": (drafters.CTC, CTC | {"tokens_in_context": True}),
+    "ctc, looks up": (drafters.CTC, CTC | {"lookup": True}),
     "block": (drafters.Block, {"num_frames": 4, "top_k": 5, **SMALL}),
     "block, bias and distillation": (
         drafters.Block,
@@ -65,8 +66,11 @@ def train(base, drafter_class, arguments, accelerator=None):
 
 
 def copies_of_a_step(name):
-    """Copies to the host in a training step: how many anchors or terms there are, and how far masks reach on a CPU."""
-    return {"eagle": 1, "eagle3": 7}.get(name, 2 if name.startswith(("ctc", "block")) else 1)
+    """Copies to the host in a training step, how many anchors or terms there are and how far masks reach on a CPU, and
+    to the device; with a lookup the text and what is found in it, too."""
+    if name == "ctc, looks up":
+        return 3, 1
+    return {"eagle": 1, "eagle3": 7}.get(name, 2 if name.startswith(("ctc", "block")) else 1), 0
 
 
 @pytest.mark.slow
@@ -79,7 +83,7 @@ def test_training_steps_equal_those_of_the_host(name, make_base, make_pretend_ba
         assert weight.device == accelerator.device
         torch.testing.assert_close(weight.cpu(), expected_weight)
     assert emitted == expected_emitted
-    assert len(copies[0]) == copies_of_a_step(name) * NUM_STEPS and not copies[1], copies
+    assert [len(each) / NUM_STEPS for each in copies] == [*copies_of_a_step(name)], copies
 
 
 def test_the_bases_own_answers_are_those_of_the_host(make_base, make_pretend_base, accelerator):

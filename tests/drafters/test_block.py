@@ -39,18 +39,19 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
     assert max(tree.depths) <= 3 and len(tree) == 12
 
 
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}, {"lookup": True}])
 def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
     drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
     base_weights = in_float64(base_weights)
     context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
     at = torch.tensor(anchors)
-    trees = drafter.propose_batch(context, at, ids[at], base_weights, Limits(max_depth=100))
+    texts, limits = [ids[: anchor + 1] for anchor in anchors], Limits(max_depth=100)
+    trees = drafter.propose_batch(context, at, ids[at], base_weights, limits, texts)
     assert trees == drafter.draft_at(hidden.double(), ids, at, base_weights)
     alone = [[(keys[:1, :, :anchor], values[:1, :, :anchor]) for keys, values in context] for anchor in anchors]
-    for tree, own, anchor in zip(trees, alone, anchors, strict=True):
+    for tree, own, anchor, read in zip(trees, alone, anchors, texts, strict=True):
         root = ids[anchor : anchor + 1]
-        assert drafter.propose_batch(own, torch.tensor([anchor]), root, base_weights, Limits(max_depth=100)) == [tree]
+        assert drafter.propose_batch(own, torch.tensor([anchor]), root, base_weights, limits, [read]) == [tree]
 
 
 @pytest.mark.parametrize(("rank", "factors"), [(0, "own"), (3, "own"), (3, "base")])

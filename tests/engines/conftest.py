@@ -35,7 +35,13 @@ RECIPES = {
     "ctc": {
         "class_path": "drafters.CTC",
         "init_args": {
-            "trunk": {"num_frames": 8, "tokens_in_context": True, "markov_rank": 16, "markov_factors": "base"},
+            "trunk": {
+                "num_frames": 8,
+                "tokens_in_context": True,
+                "lookup": True,
+                "markov_rank": 16,
+                "markov_factors": "base",
+            },
             "loss": {"num_labels": 6, "num_anchors": 16},
             "draft": {"top_k": 4},
         },

@@ -138,6 +138,13 @@ def test_loss_and_draft_tree_may_be_others(fit, trained):
     assert fit(trained.folder, drafter=node, subcommand="validate").code == 0
 
 
+@pytest.mark.slow
+def test_a_lookup_may_be_added_and_changes_nothing_until_it_is_trained(fit, trained):
+    plain, lookup = (), ("--model.drafter.init_args.trunk.lookup", "true")
+    without, added = (fit(trained.folder, *options, subcommand="validate") for options in (plain, lookup))
+    assert "val/acceptance_length" in without.out == added.out
+
+
 # ---- the draft vocabulary
 
 NUM_TOKENS = 60

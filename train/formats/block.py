@@ -19,7 +19,8 @@ from train.formats.public import PublicCheckpoint, PublicDrafter, Target, specul
 def check_block(drafter: Block, config: DrafterConfig) -> None:
     """Raise ValueError if a block drafter has properties that the DSpark format cannot describe."""
     claims = {name: getattr(drafter, name) for name in ("tokens_in_context", "root_everywhere", "causal")}
-    for argument, is_true in {**claims, "frames_differ": len(drafter.frame_embedding) > 1}.items():
+    claims |= {"frames_differ": len(drafter.frame_embedding) > 1, "lookup": drafter.lookup is not None}
+    for argument, is_true in claims.items():
         if is_true:
             raise ValueError(f"the vllm format has no {argument}: train the block drafter with {argument}: false")
     if drafter.draft_tokens is not None:

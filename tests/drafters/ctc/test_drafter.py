@@ -42,6 +42,8 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"hidden_layers": [0, -1], "num_layers": 2},
         {"window": 4, "causal": True, "num_layers": 2},
         {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 2},
+        {"lookup": True},
+        {"lookup": True, "window": 6},
     ],
 )
 def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):

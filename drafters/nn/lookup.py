@@ -1,0 +1,78 @@
+"""Lookup: every frame reads the token that an earlier passage of the text has in its place, as in prompt lookup."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.protocol import BaseShape
+
+MAX_NGRAM = 8  # tokens; a longer match counts as one of so many
+
+
+class Passages(NamedTuple):
+    """What followed the longest earlier match of the last tokens at A anchors of B texts."""
+
+    tokens: Tensor  # (B, A, T) the tokens behind the match; 0 where there is none
+    lengths: Tensor  # (B, A) number of matching tokens, at most `MAX_NGRAM`; 0 where there is no match
+
+
+class Lookup(nn.Module):
+    """What a passage adds to the frames: frame t gets the embedding of its t-th token.
+
+    The embedding is normed, scaled by a vector for each number of matching tokens, which training makes as large as
+    such matches are worth, and projected. The projection starts at zero, so training starts as if there was no lookup.
+    """
+
+    def __init__(self, base: BaseShape) -> None:
+        super().__init__()
+        self.norm_eps = base.norm_eps
+        self.scale = nn.Parameter(torch.full((MAX_NGRAM, base.hidden_size), 0.2))
+        self.proj = nn.Linear(base.hidden_size, base.hidden_size, bias=False)
+        nn.init.zeros_(self.proj.weight)
+
+    def find(self, texts: Tensor, anchors: Tensor, num_tokens: int, window: int = 0) -> Passages:
+        """The passages at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
+
+        A match ends at an earlier position with the anchor's token, among the last ``window`` ones if that is not 0. Of
+        equally long matches the latest counts. A passage that reaches the anchor begins again: so does the text.
+        """
+        length = texts.shape[1]
+        host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
+        found = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens, window or length))
+        found = found.to(self.scale.device)
+        return Passages(found[..., :-1], found[..., -1])
+
+    def forward(self, passages: Passages, embedding: Tensor) -> Tensor:
+        """What to add to the frames, (B, A, T, D), with the base's embedding (V, D)."""
+        tokens, lengths = passages
+        scale = torch.where(lengths[..., None] > 0, self.scale[lengths - 1], 0.0)  # (B, A, D)
+        embedded = embedding[tokens].to(scale.dtype)
+        normed = F.rms_norm(embedded, embedded.shape[-1:], eps=self.norm_eps)
+        return self.proj(normed * scale[..., None, :])
+
+
+@njit(cache=True)
+def _find(texts, anchors, num_tokens, window):
+    """The tokens and lengths of `Passages` side by side: (B, A, T + 1)."""
+    passages = np.zeros((*anchors.shape, num_tokens + 1), np.int64)
+    for row in range(len(texts)):
+        text = texts[row]
+        for column in range(anchors.shape[1]):
+            anchor, longest, found = anchors[row, column], 0, 0
+            for end in range(anchor - 1, max(anchor - window, 0) - 1, -1):
+                length = 0
+                while length < min(MAX_NGRAM, end + 1) and text[end - length] == text[anchor - length]:
+                    length += 1
+                if length > longest:
+                    longest, found = length, end
+            passages[row, column, num_tokens] = longest
+            if longest:
+                for t in range(num_tokens):
+                    passages[row, column, t] = text[found + 1 + t % (anchor - found)]
+    return passages

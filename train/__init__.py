@@ -3,20 +3,19 @@
 A training starts in `cli`, which builds `module` with its `callbacks`; `validation` simulates decoding, `checkpoints`
 writes and reads checkpoints, `export` turns one into a drafter folder, in our own format or one of `formats`, and
 `features` computes hidden states ahead of training. The classes that configs name can be written without their module:
-``train.FSDP2``, ``train.AveragedWeights``.
+``train.FSDP2``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from train.callbacks import AveragedWeights
     from train.module import DrafterTraining
     from train.strategies import FSDP2
 
-__all__ = ["FSDP2", "AveragedWeights", "DrafterTraining"]
+__all__ = ["FSDP2", "DrafterTraining"]
 
-_MODULES = {"AveragedWeights": "callbacks", "DrafterTraining": "module", "FSDP2": "strategies"}
+_MODULES = {"DrafterTraining": "module", "FSDP2": "strategies"}
 
 
 def __getattr__(name: str) -> Any:

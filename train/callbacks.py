@@ -1,4 +1,4 @@
-"""Lightning callbacks: what a training logs, skipped steps and averaged weights."""
+"""Lightning callbacks: what a training logs, and skipped steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from drafters.checks import check_at_least
 from drafters.losses.anchors import valid_positions
 from train.memory import readable
 from train.optimizer import is_accumulating, timer_of
-from train.strategies import FSDP2, is_deepspeed
 
 
 class CommandLine(L.Callback):
@@ -180,55 +177,3 @@ class SkipNonFiniteSteps(L.Callback):
                 "that is not finite: lower model.learning_rate, clip with trainer.gradient_clip_val, or train with "
                 "trainer.precision 32-true"
             )
-
-
-class AveragedWeights(WeightAveraging):
-    """Exponential moving average of the drafter's weights (EMA), a Lightning callback for ``trainer.callbacks``.
-
-    Validation measures the averaged weights, checkpoints hold them as ``state_dict``, so they are what is exported, and
-    training ends with them. The weights that a resumed run continues with are in the checkpoint too. Unlike Lightning's
-    own EMA it makes no copy of the frozen base, and the first steps, whose weights are still close to the random ones,
-    are forgotten quickly.
-
-    Args:
-        decay: Weight of the average so far at each step, at most. After n steps it is at most (1 + n) / (10 + n).
-    """
-
-    def __init__(self, decay: float = 0.999) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be at least 0 and below 1, not {decay}")
-        # Buffers are copied: some hold token ids.
-        super().__init__(use_buffers=False, multi_avg_fn=self._average)
-        self.decay = decay
-        self._is_swapped = False  # whether the module holds the averages, and the average model the module's weights
-
-    def _average(self, averaged: Any, current: Any, num_averaged: Tensor | int) -> None:
-        count = int(num_averaged)  # waits for the device: once for all weights
-        torch._foreach_lerp_(averaged, current, 1 - min(self.decay, (1 + count) / (10 + count)))
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._average_model = None
-        if stage != "fit":  # the module has the averages already
-            return
-        if isinstance(trainer.strategy, FSDP2) or is_deepspeed(trainer):
-            raise ValueError("AveragedWeights needs whole weights, which FSDP and DeepSpeed shard: train with DDP")
-        self._is_swapped, self._latest_update_step = False, trainer.global_step  # of an earlier training
-        base = vars(pl_module).pop("base", None)  # frozen and not a submodule: the copy needs none
-        self._average_model = AveragedModel(
-            pl_module, trainer.strategy.root_device, use_buffers=self._use_buffers, **self._kwargs
-        )
-        vars(pl_module).update({} if base is None else {"base": base})
-
-    def _swap_models(self, pl_module: L.LightningModule) -> None:
-        super()._swap_models(pl_module)
-        self._is_swapped = not self._is_swapped
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End with the averages, and keep the weights: a checkpoint may still be saved, from which training goes on."""
-        self._swap_models(pl_module)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._is_swapped:  # a signal ends the run in its validation
-            weights, averages = "current_model_state", "state_dict"
-            checkpoint[weights], checkpoint[averages] = checkpoint[averages], checkpoint[weights]

@@ -11,7 +11,6 @@ from unittest import mock
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.filesize import decimal
@@ -70,7 +69,6 @@ def memory_parts(
     base, drafter, strategy, device = module.base, module.drafter, trainer.strategy, trainer.strategy.root_device.type
     is_sharded = isinstance(strategy, FSDP2 | DeepSpeedStrategy)
     share = 1 / trainer.world_size if is_sharded else 1.0
-    has_averages = any(isinstance(callback, WeightAveraging) for callback in getattr(trainer, "callbacks", []))
     # FSDP2 gathers all weights beside the shard of each device, and DDP copies all gradients into buckets.
     has_buckets = isinstance(strategy, DDPStrategy) and not is_sharded and trainer.world_size > 1
     of_base, weights = num_bytes(base.model), num_bytes(drafter)
@@ -88,7 +86,7 @@ def memory_parts(
     update = weights * share if device == "cuda" else 0  # AdamW takes the roots of all second moments at once
     return {
         "weights of the base": of_base,
-        "weights of the drafter": weights * (1 + (share if isinstance(strategy, FSDP2) else has_averages)),
+        "weights of the drafter": weights * (1 + share * isinstance(strategy, FSDP2)),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
         "hidden states and activations": max(hidden + max(forward, step), update),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
-from drafters.losses.chunks import chunks
+from drafters.losses.chunks import anchors_per_chunk, chunks
 from drafters.losses.divergences import DivergenceOptions, distilled
 from drafters.protocol import (
     UNLIMITED,
@@ -63,17 +63,14 @@ class HeadLossOptions(DivergenceOptions):
         decay: Head k is weighted by decay^k; 0.8 is Medusa's, 1 that of Hydra's code.
         distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
         num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
-        chunk_anchors: Rows whose logits are computed at once; lower it to save memory.
     """
 
     decay: float = 0.8
     distillation: bool = False
     num_anchors: int = 64
-    chunk_anchors: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(1, chunk_anchors=self.chunk_anchors)
         check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
         if self.divergence != "kl" and not self.distillation:
             raise ValueError(f"divergence {self.divergence} belongs to distillation, which is off: set it to true")
@@ -109,6 +106,7 @@ class HeadDrafter(LearnedDrafter):
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
+    chunk_anchors = 512  # such rows at once, on a known text
 
     def __init__(
         self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
@@ -117,7 +115,7 @@ class HeadDrafter(LearnedDrafter):
         self.required_outputs = RequiredOutputs((-1,))
         self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, heads.num_heads, heads.own_heads
         self.decay, self.distillation, self.divergence = loss.decay, loss.distillation, loss.divergence
-        self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
+        self.num_anchors = loss.num_anchors
         self.blocks = nn.ModuleList(blocks)
         num_outputs = heads.num_heads if heads.own_heads else 0
         self.lm_heads = nn.ModuleList(
@@ -183,9 +181,10 @@ class HeadDrafter(LearnedDrafter):
         targets = targets.flatten(0, 1)
         total = states.new_zeros(())
         metrics: dict[str, Tensor] = {}
+        size = anchors_per_chunk(1 + self.distillation, self.vocab_size, states.device)
         for head, x in enumerate(self.head_states(states, path, base_weights.embedding)):
             head_loss = num_right = torch.zeros((), device=states.device)
-            for part in chunks(len(x), self.chunk_anchors):
+            for part in chunks(len(x), size):
                 part_teacher = None if teacher is None else teacher[part, head]
                 chunk = (head, x[part], targets[part, head], valid[part, head], part_teacher, base_weights)
                 part_loss, part_right = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)

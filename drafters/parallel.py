@@ -123,6 +123,7 @@ class ParallelDrafter(LearnedDrafter):
 
     markov: Markov | BaseMarkov | None
     draft_tokens: Tensor | None
+    chunk_anchors = 64  # anchors drafted at once on a known text
     first_frame = 0  # frames before this one predict nothing
     has_blank = False  # as the last column of its logits
     # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
@@ -145,7 +146,6 @@ class ParallelDrafter(LearnedDrafter):
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
         self.tokens_in_context = trunk.tokens_in_context
         self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
-        self.chunk_anchors = 64  # anchors drafted at once on a known text
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)

@@ -80,8 +80,10 @@ class AutoregressiveDrafter(LearnedDrafter):
     Pair p joins the state of position p with token p + 1. The layer, causal over pairs, predicts the state of position
     p + 1, from which the distribution of token p + 2 is read. Up to the root the states are the base's; below it they
     are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`; they are
-    made of the base's ``hidden_layers``. On a known text, ``chunk_anchors`` anchors are drafted at once.
+    made of the base's ``hidden_layers``.
     """
+
+    chunk_anchors = 16  # anchors drafted at once on a known text
 
     def __init__(
         self,
@@ -89,12 +91,11 @@ class AutoregressiveDrafter(LearnedDrafter):
         layer: DraftLayer,
         hidden_layers: Sequence[int],
         draft: AutoregressiveDraftOptions,
-        chunk_anchors: int,
     ) -> None:
         super().__init__()
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
-        self.draft_options, self.chunk_anchors = draft, chunk_anchors
+        self.draft_options = draft
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         halving = np.full((draft.depth, min(draft.top_k, base.vocab_size)), 0.5).cumprod(1)

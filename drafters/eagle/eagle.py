@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.eagle.paths import DraftLayer
 from drafters.losses import gathered_logits
@@ -25,19 +24,11 @@ class EAGLELossOptions(DivergenceOptions):
         feature_weight: Weight of the smooth L1 distance between predicted and actual features.
         token_weight: Weight of ``divergence``.
         noise: Width of the uniform noise added to features in training, times 512 / S.
-        chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
-        chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
     """
 
     feature_weight: float = 1.0
     token_weight: float = 0.1
     noise: float = 0.2
-    chunk_positions: int = 512
-    chunk_anchors: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 
 
 @register("eagle")
@@ -65,8 +56,8 @@ class EAGLE(AutoregressiveDrafter):
         draft: AutoregressiveDraftOptions = AutoregressiveDraftOptions(),
     ) -> None:
         layer = DraftLayer(base)
-        super().__init__(base, layer, hidden_layers=(-1,), draft=draft, chunk_anchors=loss.chunk_anchors)
-        self.loss_options, self.chunk_positions = loss, loss.chunk_positions
+        super().__init__(base, layer, hidden_layers=(-1,), draft=draft)
+        self.loss_options = loss
         self.fc = nn.Linear(2 * base.hidden_size, base.hidden_size, bias=fc_bias)
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -98,7 +89,6 @@ class EAGLE(AutoregressiveDrafter):
             lambda states: self.read(states, base_weights),
             features,
             base_weights.head,
-            self.chunk_positions,
         )
         token_loss = divergences.sum() / num_terms
         loss = options.feature_weight * feature_loss + options.token_weight * token_loss

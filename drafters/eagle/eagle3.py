@@ -27,19 +27,14 @@ class EAGLE3LossOptions(DivergenceOptions):
     Args:
         num_unroll: Number of draft depths that training runs through.
         decay: Weight of a depth's loss relative to the depth before.
-        chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
-        chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
     """
 
     num_unroll: int = 7
     decay: float = 0.8
-    chunk_positions: int = 512
-    chunk_anchors: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, num_unroll=self.num_unroll)
-        check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,8 @@ class EAGLE3(AutoregressiveDrafter):
             raise ValueError(f"window ({draft.window}) must be at least num_unroll ({loss.num_unroll}), or 0")
         draft_layer = DraftLayer(base, num_inputs=2, has_qk_norm=layer.has_qk_norm)
         layers = hidden_layers or low_middle_high(base.num_layers)
-        super().__init__(base, draft_layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
-        self.loss_options, self.chunk_positions = loss, loss.chunk_positions
+        super().__init__(base, draft_layer, hidden_layers=layers, draft=draft)
+        self.loss_options = loss
         self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
         self.vocab_size, size = base.vocab_size, base.hidden_size
         add_draft_tokens(self, draft_vocab_size, base.vocab_size)
@@ -181,7 +176,6 @@ class EAGLE3(AutoregressiveDrafter):
                 lambda x: self.draft_logits(x, base_weights),
                 last_hidden[counted],
                 drafted.head,
-                self.chunk_positions,
             )
             losses.append(divergences.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.checks import check_choices
 from drafters.losses import gathered_logits
-from drafters.losses.chunks import chunks
+from drafters.losses.chunks import anchors_per_chunk, chunks
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid"]
 
@@ -94,7 +94,6 @@ def distillation_loss(
     read: Callable[[Tensor], Tensor],
     last_hidden: Tensor,
     head: Tensor,
-    chunk_positions: int,
 ) -> Tensor:
     """`distilled` at each position (N,), where ``read`` maps the drafter's states (n, D) to its logits (n, V).
 
@@ -104,5 +103,6 @@ def distillation_loss(
     def losses(states: Tensor, last_hidden: Tensor) -> Tensor:
         return distilled(kind, gathered_logits.at_least_float32(read(states)), last_hidden, head)
 
-    parts = ((states[here], last_hidden[here]) for here in chunks(len(states), chunk_positions))
+    size = anchors_per_chunk(2, len(head), head.device)
+    parts = ((states[here], last_hidden[here]) for here in chunks(len(states), size))
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafters import CTC, BaseShape, BaseWeights, DraftTree, StepResult, TrainingBatch, recipe
+from drafters.losses import chunks
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 
@@ -44,6 +45,12 @@ def text_for(drafter, seed=3, length=20):
     generator, size = torch.Generator().manual_seed(seed), 16 * len(drafter.required_outputs.hidden_layers)
     hidden = torch.randn(length, size, generator=generator, dtype=torch.float64)
     return hidden, torch.randint(0, 23, (length,), generator=generator)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Losses are computed for a few anchors or positions at once."""
+    monkeypatch.setattr(chunks, "MAX_BYTES", 8 * 3 * 2 * SHAPE.vocab_size)
 
 
 @pytest.fixture

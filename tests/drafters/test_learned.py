@@ -255,7 +255,7 @@ WRONG = {
     "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
     "block": [{"num_frames": 0}, {"num_frames": 1, "sample_from_anchor": False}, {"tree": "paper"}],
     "medusa": [{"num_heads": 0}, {"num_layers": 0}, {"top_k": 0}, {"num_nodes": -1}, {"tree": "bush"}],
-    "hydra": [{"width": 0}, {"chunk_anchors": 0}, {"num_anchors": -1}, {"decay": -0.5}, {"divergence": "tv"}],
+    "hydra": [{"width": 0}, {"num_anchors": -1}, {"decay": -0.5}, {"divergence": "tv"}],
     "eagle": [
         *({"tree": "star"}, {"draws": 2}, {"depth": 0}, {"temperature": 0.0}, {"window": 4, "depth": 4}),
         *({"divergence": "js"}, {"static": [[0]]}),

@@ -177,9 +177,9 @@ def literal_divergence(kind, base, log_draft):
 
 
 @pytest.mark.parametrize("divergence", ["kl", "tv"])
-def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights, divergence):
+def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights, divergence, small_chunks):
     """With total variation as an option."""
-    drafter = make(EAGLE, chunk_positions=3, divergence=divergence)
+    drafter = make(EAGLE, divergence=divergence)
     batch = batch_for(drafter)
     distances, crossed = [], []
     for row in range(2):
@@ -197,14 +197,16 @@ def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights
 
 
 @pytest.mark.parametrize(("num_tokens", "divergence"), [(0, "kl"), (18, "kl"), (18, "tv")])
-def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens, divergence):
+def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(
+    make, base_weights, num_tokens, divergence, small_chunks
+):
     """The reference uses uncached forward passes, one anchor and one depth at a time.
 
     With a draft vocabulary the base's distribution and the drafter's are those over its tokens, and no path passes a
     label that is none of them.
     """
     own = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
-    drafter, covered = make(EAGLE3, num_unroll=3, chunk_positions=3, divergence=divergence, **own), torch.arange(V)
+    drafter, covered = make(EAGLE3, num_unroll=3, divergence=divergence, **own), torch.arange(V)
     if num_tokens:
         covered = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:num_tokens]
         drafter.draft_tokens.copy_(covered)

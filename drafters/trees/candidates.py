@@ -18,7 +18,7 @@ NUM_CONTEXTS = 4
 """Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
 SMALL = 4096  # in a vocabulary of at most so many tokens all are biased and compared
 NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 1024, 128, 8
-"""Of a larger vocabulary: the tokens that are biased, those compared, and those whose successors are compared too."""
+"""Of a larger one: the tokens that are biased, the fewest candidates, and the tokens whose successors may be some."""
 NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large vocabulary, 6 MB each
 
 
@@ -32,7 +32,7 @@ class Symbols(NamedTuple):
     tokens: Tensor  # (A, N)
     has_blank: bool
     left: Tensor  # (V, R) left factor of the Markov bias
-    right: Tensor  # (W, R) its right factor, or (A, W, R)
+    right: Tensor  # (W, R) its right factor, or that of a part (A, W, R)
 
     def bias(self, before: Tensor) -> Tensor:
         """What the tokens before (A, K) add to the logits: (A, K, W)."""
@@ -43,9 +43,7 @@ class Symbols(NamedTuple):
         kept = pad(columns, (0, self.has_blank), value=self.tokens.shape[1])
         shown = _at(self.logits, kept)
         rest = (1 - shown.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(shown.dtype).tiny).log()
-        if self.right.ndim == 3:  # rows of one table are gathered faster than those of several
-            kept = kept + self.right.shape[1] * torch.arange(len(kept), device=kept.device)[:, None]
-        right = pad(embedding(kept, self.right.flatten(0, -2)), (0, 0, 0, 1))
+        right = pad(embedding(kept, self.right), (0, 0, 0, 1))
         shown = torch.cat([shown, rest], -1)
         return self._replace(logits=shown, tokens=self.tokens.gather(1, columns), right=right)
 
@@ -63,7 +61,7 @@ def choose(
     Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
     expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
     the token before it. Of a large vocabulary, the bias is multiplied for the 1,024 tokens that are most probable in
-    any frame, and only a `short_list` of these is compared.
+    any frame, and a `short_list` of these are the candidates, 128 at least.
 
     Args:
         logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
@@ -81,7 +79,7 @@ def choose(
     tokens_on_host, shown, *bias = on_host(*(torch.cat(part) for part in zip(*parts, strict=True)))
     blank = shown[..., -1] if has_blank else None
     return Candidates(
-        tokens_on_host.astype(np.int64), shown[..., :num_candidates], blank, Bias(*bias) if bias else None
+        tokens_on_host.astype(np.int64), shown[..., : tokens_on_host.shape[1]], blank, Bias(*bias) if bias else None
     )
 
 
@@ -101,8 +99,7 @@ def _choose(
         symbols = symbols._replace(logits=logits.log_softmax(-1))
         likely = symbols.logits[..., :vocab_size].amax(1).topk(max(NUM_LIKELY, num_candidates)).indices
         symbols = symbols.part(likely)
-        listed = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
-        best = listed.gather(1, expected_frames(symbols.part(listed), roots).topk(num_candidates).indices)
+        best = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
     else:
         best = expected_frames(symbols, roots).topk(num_candidates).indices
     probs, columns = symbols.logits.softmax(-1), pad(best, (0, has_blank), value=symbols.tokens.shape[1])

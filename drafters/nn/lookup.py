@@ -40,7 +40,7 @@ class Lookup(nn.Module):
         """The passages at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
 
         A match ends at an earlier position with the anchor's token, among the last ``window`` ones if that is not 0. Of
-        equally long matches the latest counts. A passage that reaches the anchor begins again: so does the text.
+        equally long matches the latest counts. A passage that reaches the anchor begins again, as if the text did.
         """
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
@@ -71,6 +71,8 @@ def _find(texts, anchors, num_tokens, window):
                     length += 1
                 if length > longest:
                     longest, found = length, end
+                if longest == MAX_NGRAM:
+                    break
             passages[row, column, num_tokens] = longest
             if longest:
                 for t in range(num_tokens):

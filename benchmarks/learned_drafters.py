@@ -37,6 +37,7 @@ BASE_BIAS = {**BIAS, "markov_factors": "base"}
 FUSED = {"hidden_layers": [2, 4, -1]}
 DEEP = {"num_layers": 3, **FUSED}
 TOKENS = {"tokens_in_context": True}
+LOOKUP = {"lookup": True}
 SELFLESS = {"merge_repeats": False}
 LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
@@ -54,6 +55,7 @@ ARMS = {
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, **BIAS, **TRUNK}),
         Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
+        Arm("block_muon_lookup", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS, **LOOKUP}, MUON),
         Arm("block_10_tokens", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}),
         Arm("block_10_muon", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}, MUON),
         Arm("block_deep_muon", "Block", {"num_frames": 12, **BASE_BIAS, **TRUNK, **DEEP, **TOKENS}, MUON),
@@ -67,6 +69,7 @@ ARMS = {
         Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, **FUSED}),
         Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}),
         Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),
+        Arm("ctc_muon_lookup", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS, **LOOKUP}, MUON),
         Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, **TEN_FRAMES}),
         Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}),
         Arm("ctc_10_8_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}, MUON),

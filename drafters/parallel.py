@@ -13,6 +13,7 @@ from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_cho
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.chunks import chunks
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.losses.sampled_columns import sample_columns
 from drafters.nn.anchor_attention import AnchorMask, Mask
@@ -364,10 +365,10 @@ class ParallelDrafter(LearnedDrafter):
         trees: list[DraftTree] = []
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
-        for part in anchors.split(self.chunk_anchors):
-            mask = self._mask(part[None], context).best()
-            passages = self._passages(input_ids[None], part[None])
-            roots = input_ids[part]
+        found = self._passages(input_ids[None], anchors[None])
+        for here in chunks(len(anchors), self.chunk_anchors):
+            part, passages = anchors[here], found and Passages(*(each[:, here] for each in found))
+            mask, roots = self._mask(part[None], context).best(), input_ids[part]
             frames = self._frames(context, part[None], roots[None], base_weights.embedding, mask, passages)[0]
             trees += self.trees(frames, roots, base_weights, limits)
         return trees

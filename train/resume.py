@@ -23,6 +23,20 @@ from train.optimizer import is_accumulating
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 
+def savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    """The callbacks that save checkpoints, first the one that keeps ``last.ckpt``, if there is one."""
+    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return sorted(found, key=lambda saver: not saver.save_last)
+
+
+def save_last(trainer: L.Trainer) -> bool:
+    """Save ``last.ckpt``, where the run keeps checkpoints at all; whether it does."""
+    for saver in savers(trainer)[:1]:
+        assert saver.dirpath is not None, "Lightning chooses the folder before the first step"
+        trainer.save_checkpoint(Path(saver.dirpath) / "last.ckpt", weights_only=False)
+    return bool(savers(trainer))
+
+
 class Preemption(L.Callback):
     """On SIGTERM, SIGUSR1 or Ctrl-C, saves ``last.ckpt`` at the end of the running step and exits.
 
@@ -65,16 +79,11 @@ class Preemption(L.Callback):
         strategy = trainer.strategy
         if not strategy.reduce_boolean_decision(bool(self._exit_code), all=False):
             return
-        savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        for callback in savers:
+        for callback in savers(trainer):
             callback.save_on_exception = False  # the SystemExit below would make it save once more
-        if savers:
-            folder = next((saver for saver in savers if saver.save_last), savers[0]).dirpath
-            assert folder is not None, "Lightning chooses the folder before the first step"
-            trainer.save_checkpoint(Path(folder) / "last.ckpt", weights_only=False)
-            if trainer.is_global_zero:
-                message = f"stopped by a signal after step {trainer.global_step}: go on with --ckpt_path last"
-                print(f"\n{message}", file=sys.stderr)
+        if save_last(trainer) and trainer.is_global_zero:
+            message = f"stopped by a signal after step {trainer.global_step}: go on with --ckpt_path last"
+            print(f"\n{message}", file=sys.stderr)
         # Lightning kills all processes as soon as one of those it has launched exits with another code than 0.
         environment: Any = getattr(strategy, "cluster_environment", None)
         is_launched = trainer.global_rank > 0 and not environment.creates_processes_externally
@@ -110,6 +119,11 @@ class ExactResume(L.Callback):
         assert self.seed is not None, "on_train_start has set the seed"
         key = self.seed, trainer.global_rank, trainer.current_epoch, batch_idx
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Lightning saves the last step only where it is one of every n, or validation follows it.
+        if any(saver.save_last and not saver._should_skip_saving_checkpoint(trainer) for saver in savers(trainer)[:1]):
+            save_last(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["data"] = self._data = self._data or describe_data(trainer)

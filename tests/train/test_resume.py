@@ -73,6 +73,7 @@ def assert_same_end(one, other):
         saved = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (one, other)]
         for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "measured"):
             torch.testing.assert_close(saved[0][part], saved[1][part], rtol=0, atol=0)
+    assert torch.load(one / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 30, "no multiple of 4"
 
 
 @pytest.mark.slow

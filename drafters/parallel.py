@@ -88,7 +88,7 @@ class ParallelDraftOptions:
         num_nodes: M, largest number of nodes in a draft tree.
         top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
             neighbouring tokens, those that the draft is expected to show most often. Of a large vocabulary, at least
-            128 tokens with such a bias.
+            96 tokens with such a bias.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
             time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.

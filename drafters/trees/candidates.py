@@ -17,7 +17,7 @@ from drafters.trees.search import Bias, Candidates
 NUM_CONTEXTS = 4
 """Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
 SMALL = 4096  # in a vocabulary of at most so many tokens all are biased and compared
-NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 1024, 128, 8
+NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 512, 96, 8
 """Of a larger one: the tokens that are biased, the fewest candidates, and the tokens whose successors may be some."""
 NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large vocabulary, 6 MB each
 
@@ -60,8 +60,8 @@ def choose(
 
     Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
     expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
-    the token before it. Of a large vocabulary, the bias is multiplied for the 1,024 tokens that are most probable in
-    any frame, and a `short_list` of these are the candidates, 128 at least.
+    the token before it. Of a large vocabulary, the bias is multiplied for the 512 tokens that are most probable in any
+    frame, and a `short_list` of these are the candidates, 96 at least.
 
     Args:
         logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.

@@ -102,7 +102,9 @@ class Generated:
 def generate(
     base: Base | PreTrainedModel, prompts: Prompt | Sequence[Prompt], drafter: str | Drafter = "anpd", **options: Any
 ) -> list[Generated]:
-    """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
+    """Generate a text for each prompt, in order: the same tokens as without a drafter, in fewer base forwards.
+
+    Raises ValueError if an argument is invalid or does not fit the base; the message says what to do.
 
     Args:
         base: The result of `load_base`, or a causal language model of transformers.
@@ -112,12 +114,6 @@ def generate(
         drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), built for this call; or a drafter
             object.
         options: Any of `GenerateOptions`, such as ``max_new_tokens=64``.
-
-    Returns:
-        One `Generated` per prompt, in order.
-
-    Raises:
-        ValueError: An argument is invalid or does not fit the base; the message says what to do.
     """
     chosen = GenerateOptions(**options)
     base = chosen.wrap(base)
@@ -202,10 +198,8 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
     While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
-    model has changed since (`model_state`), the runner is made anew, and the model checked again.
-
-    Raises:
-        ValueError: As `make_runner`.
+    model has changed since (`model_state`), the runner is made anew, and the model checked again. Raises ValueError as
+    `make_runner` does.
     """
     model = base.model
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
@@ -236,11 +230,7 @@ def _is_list(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _encode(prompt: Any, base: Base, options: GenerateOptions) -> list[int]:
-    """Return the token ids of a prompt, whatever its form.
-
-    Raises:
-        ValueError: It has none of the three forms, or does not fit the base.
-    """
+    """Return the token ids of a prompt; ValueError if it has none of the three forms, or does not fit the base."""
     tokenizer, vocab_size = base.tokenizer, base.model.config.vocab_size
     parts: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [None]
     if isinstance(prompt, str):

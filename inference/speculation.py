@@ -99,11 +99,9 @@ class Speculation:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode prompts (B, S), padded on the left, to (B, S + N), padded on the right; called by ``generate``.
 
-        A wrapper that calls from another thread than ``generate`` adds ``streamer``, None if there is none.
-
-        Raises:
-            ValueError: The call uses an option that would change the text, or that is not supported; or this object is
-                decoding already.
+        A wrapper that calls from another thread than ``generate`` adds ``streamer``, None if there is none. Raises
+        ValueError if the call uses an option that would change the text or is not supported, or this object is decoding
+        already.
         """
         if not self._in_use.acquire(blocking=False):
             raise ValueError("this Speculation object is already decoding: make one for each thread")
@@ -188,9 +186,7 @@ def find_generate_call(model: PreTrainedModel) -> Mapping[str, Any]:
 
     transformers hands neither the streamer nor the assistant model to a callable ``custom_generate``. ``generate`` has
     put the prompt into the streamer, so its reader would wait for the rest for ever; the assistant model is refused.
-
-    Raises:
-        ValueError: ``model.generate`` is not running in this thread.
+    Raises ValueError if ``model.generate`` is not running in this thread.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
     while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is model):
@@ -248,8 +244,7 @@ def check_supported_in_batch(
 def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:
     """Return the token ids of each prompt of (B, S) without its left padding.
 
-    Raises:
-        ValueError: Attention mask or position ids describe more than left padding.
+    Raises ValueError if the attention mask or position ids describe more than left padding.
     """
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
@@ -265,10 +260,7 @@ def count_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: 
     """Return the maximum number of new tokens of each text.
 
     transformers counts the padding in its maximum lengths, of which the smallest applies; without one, only the context
-    of the base limits the text behind the longest prompt.
-
-    Raises:
-        ValueError: Prompt and text do not fit into the context.
+    of the base limits the text behind the longest prompt. Raises ValueError if prompt and text do not fit into it.
     """
     max_new_tokens = max(1, min(max_lengths) - padded_length) if max_lengths else base.context_length - longest
     if longest + max_new_tokens > base.context_length:

@@ -100,6 +100,7 @@ class ServerAnswerer:
     Turns are asked through ``/v1/chat/completions``, continuations of a text through ``/v1/completions``.
 
     The API key is read from the environment variable OPENAI_API_KEY for every request and never stored or printed.
+    Raises ValueError if `url` is not the address of a server, or contains a password.
 
     Args:
         url: Address of the server, with or without ``/v1``.
@@ -107,9 +108,6 @@ class ServerAnswerer:
         max_length: Maximum number of tokens of a prompt and its answer.
         template_arguments: What the server's chat template is told besides the messages, such as enable_thinking.
         concurrency: Maximum number of requests at the same time.
-
-    Raises:
-        ValueError: `url` is not the address of a server, or contains a password.
     """
 
     def __init__(
@@ -146,8 +144,7 @@ class ServerAnswerer:
     def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Send the requests, up to ``concurrency`` of them at the same time.
 
-        Raises:
-            ValueError: The server fails at every request, or `ask` finds that no request can succeed.
+        Raises ValueError if the server fails at every request, or `ask` finds that no request can succeed.
         """
         with ThreadPoolExecutor(self.concurrency) as pool:
             futures = [pool.submit(self.ask, request) for request in requests]
@@ -166,8 +163,7 @@ class ServerAnswerer:
     def ask(self, request: Request) -> ServerReply:
         """Return the answer to one request, or the reason why the server cannot answer it.
 
-        Raises:
-            ValueError: No request can succeed: the key, the model name or the address is wrong, or nobody answers.
+        Raises ValueError if no request can succeed: the key, the model name or the address is wrong, or nobody answers.
         """
         sampling = request.sampling
         extra: dict[str, Any] = {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
@@ -252,8 +248,7 @@ def _reasoning(message: Any) -> str | None:
 def _authorization() -> Mapping[str, str | openai.Omit]:
     """The Authorization header with the key of the environment, or none.
 
-    Raises:
-        ValueError: The key contains characters that a header cannot hold; the message does not quote it.
+    Raises ValueError, which does not quote the key, if a header cannot hold its characters.
     """
     key = os.environ.get(KEY)
     if key and not (key.isascii() and key.isprintable()):

@@ -26,16 +26,13 @@ def decode_batch(
 
     Every row is what its prompt is continued by alone: greedily as by `Base.greedy`, sampled as by a session with the
     row's sampler. In float32 and float64 the other rows can change it only where two logits, or a sum of probabilities
-    and the number drawn, are equal up to rounding.
+    and the number drawn, are equal up to rounding. Raises ValueError if a layer of the base has no full attention.
 
     Args:
-        base: A causal language model whose layers all use full attention.
+        base: A causal language model.
         prompts: B lists of token ids, none empty.
         max_new_tokens: B limits: a row ends with its first EOS token, or is cut off at this many new tokens.
         samplers: B samplers that differ in their seeds only; none to decode greedily.
-
-    Raises:
-        ValueError: A layer of the base does not use full attention.
     """
     if (kinds := set(attention_kinds(base.model.config))) != {"full_attention"}:
         raise ValueError(f"{base.name} has layers without full attention ({', '.join(sorted(kinds))})")

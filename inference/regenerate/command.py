@@ -182,9 +182,8 @@ def load_answerer(
 ) -> Answerer:
     """Connect to the server if one is named, otherwise load the base.
 
-    Raises:
-        ValueError: The address of the server is malformed or has no model, the base cannot be loaded, or its context is
-            shorter than ``max_length``.
+    Raises ValueError if the address of the server is malformed or has no model, the base cannot be loaded, or its
+    context is shorter than ``max_length``.
     """
     max_length = answers.max_length
     if (server.endpoint is None) != (server.model is None):

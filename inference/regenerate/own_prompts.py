@@ -30,7 +30,7 @@ def own_prompts(
     journal: Journal,
     advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
 ) -> list[Conversation]:
-    """Let the base write user messages, and return those that it ended, each once.
+    """Let the base write user messages, and return those that it ended, each once; raises ValueError if there are none.
 
     Args:
         answerer: The base.
@@ -41,9 +41,6 @@ def own_prompts(
         batch_size: Messages written together.
         journal: Holds a line [first, replies] for each batch.
         advance: As in `answer_all`.
-
-    Raises:
-        ValueError: The base ends none of its messages.
     """
     before, end = user_turn(tokenizer, template)
     prompt = tokenizer(before, add_special_tokens=False).input_ids

@@ -176,8 +176,7 @@ def attention_kinds(config: PretrainedConfig) -> list[str]:
 def attention_spans(config: PretrainedConfig) -> dict[str, int]:
     """Return the number of positions of a window or chunk for each kind of attention in a base.
 
-    Raises:
-        ValueError: A layer keeps a state from which rejected drafts cannot be removed.
+    Raises ValueError if a layer keeps a state from which rejected drafts cannot be removed.
     """
     sizes = {"full_attention": sys.maxsize}
     sizes["sliding_attention"] = getattr(config, "sliding_window", None) or sys.maxsize

@@ -204,7 +204,7 @@ def load_base(
     prefill_chunk: int = PREFILL_CHUNK,
     bitwise: bool | None = None,
 ) -> Base:
-    """Load a frozen base from a local folder, a hub id or a GGUF file.
+    """Load a frozen base from a folder, a hub id or a GGUF file, or raise ValueError, which says what to do.
 
     Args:
         name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep;
@@ -216,9 +216,6 @@ def load_base(
         packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
-
-    Raises:
-        ValueError: The base cannot be loaded; the message says what to do.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -97,10 +97,8 @@ def check_base(runner: Any) -> None:
     Compared are a plain forward, a forward behind a cache, each node of a small draft tree with its path, and the token
     after an accepted path. Sliding windows of up to 1,024 positions are exceeded. A last forward has one token at the
     last position that draft trees may reach, which must not change the logits of the tokens before it (as `longrope`
-    scaling does). That takes seven forwards over a short text; the model is left as it was.
-
-    Raises:
-        ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
+    scaling does). That takes seven forwards over a short text; the model is left as it was. Raises ValueError if logits
+    differ by more than rounding, or the model cannot compute them; the message says where.
     """
     with _without_dropout(runner.base.model):
         for length in _lengths(runner):

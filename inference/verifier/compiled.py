@@ -34,8 +34,7 @@ IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last
 def make_runner(base: Base, compile: bool = False) -> Runner:
     """Make a runner of a base, whose decoding steps may be compiled.
 
-    Raises:
-        ValueError: The runner cannot run this base, or a compiled runner is asked for with packed weights.
+    Raises ValueError if the runner cannot run this base, or a compiled runner is asked for with packed weights.
     """
     if not compile:
         return Runner(base)
@@ -55,9 +54,8 @@ class CompiledRunner(Runner):
     64 nodes or so. Each new graph must give the very bits of one that was there before it. Where a step of few rows
     gives other bits than one of many, all steps have as many.
 
-    Raises:
-        ValueError: As `Runner`; or the base cannot be compiled as one graph. Where only the hidden states of a drafter
-            cannot, `forward` raises it.
+    Raises ValueError as `Runner` does, or if the base cannot be compiled as one graph. Where only the hidden states of
+    a drafter cannot, `forward` raises it.
     """
 
     multiples = 4, 96  # the second makes all of `BITWISE_ROWS` the same

@@ -18,8 +18,7 @@ from inference.verifier.sampling import KeyedSampler
 def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the attention modules and the MLP modules of the decoder layers of a model without its LM head.
 
-    Raises:
-        ValueError: The model has neither the layout of LLaMA nor that of GPT-2.
+    Raises ValueError if the model has neither the layout of LLaMA nor that of GPT-2.
     """
     decoder: Any = model  # torch types the attributes of a module as Tensor | Module
     layers = list(getattr(decoder, "layers", None) or getattr(decoder, "h", None) or [])
@@ -83,8 +82,7 @@ def default_skips(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read the layers whose attention is skipped, and those whose MLP is, of a base with ``num_layers`` layers.
 
-    Raises:
-        ValueError: The file is no JSON object ``{"attention": [...], "mlp": [...]}``, or was made for another base.
+    Raises ValueError if the file is no JSON object ``{"attention": [...], "mlp": [...]}``, or is for another base.
     """
     with reading(file, 'give a skip set {"attention": [...], "mlp": [...]}'):
         content = read_json(file)
@@ -101,7 +99,8 @@ class LayerSkippingSession(DraftSession):
 
     It keeps no state of its own. Drafting and verification share one KV cache (Draft & Verify): a draft is written
     behind the committed tokens in the cache of the base's runner, and rolled back before `write` returns. Before the
-    prefill it drafts nothing.
+    prefill it drafts nothing. Raises ValueError if a layer does not exist or is named twice, or the base has neither
+    LLaMA's nor GPT-2's layout.
 
     Args:
         runner: The base's own runner, which the verifying session uses too.
@@ -109,9 +108,6 @@ class LayerSkippingSession(DraftSession):
         mlp: Layers whose MLP is skipped.
         sampler: Picks the draft tokens; greedy decoding if not given. Its seed selects other samples for the same
             request.
-
-    Raises:
-        ValueError: A layer does not exist or is named twice, or the base has neither LLaMA's nor GPT-2's layout.
     """
 
     def __init__(

@@ -80,7 +80,8 @@ def smallest_packed(model: nn.Module) -> int:
 def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False, smallest: int | None = None) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
-    The model computes the same function up to rounding, in about twice the memory, unless ``alone``.
+    The model computes the same function up to rounding, in about twice the memory, unless ``alone``. Raises ValueError
+    if the weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
 
     Args:
         model: A base or a drafter.
@@ -88,9 +89,6 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
             token, such as Medusa's LM heads, then takes no more memory.
         alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
         smallest: Number of weights from which on a layer is packed; None for what `smallest_packed` says of the model.
-
-    Raises:
-        ValueError: The weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
     """
     weight = next(model.parameters())
     device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")

@@ -37,9 +37,8 @@ class Runner:
     If ``row_multiple`` is not None, the rows of all its forwards are bit-identical to those of decoding token by token;
     see `inference.verifier.bitwise`.
 
-    Raises:
-        ValueError: The logits of a draft tree would not be the base's own; see `check_base`, which runs when the first
-            runner of a model is made and whenever the model has changed since (`model_state`).
+    Raises ValueError if the logits of a draft tree would not be the base's own; see `check_base`, which runs when the
+    first runner of a model is made and whenever the model has changed since (`model_state`).
     """
 
     # The multiples that `row_multiple` tries: with fewer rows, bits differ too rarely to be told by a few of them.

@@ -251,10 +251,8 @@ class Session:
     ) -> Iterator[tuple[list[int], Step]]:
         """Yield the tokens that each step emits and its cost. Without the drafter the base would write the same text.
 
-        Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends.
-
-        Raises:
-            ValueError: As `check_prompt`.
+        Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends. Raises
+        ValueError as `check_prompt` does.
         """
         end = self.end_of(prompt, max_new_tokens)
         self.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)

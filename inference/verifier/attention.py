@@ -25,20 +25,14 @@ MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds 
 
 @dataclass(frozen=True)
 class Fed:
-    """What one forward of the base reads: S tokens behind a cache.
+    """What one forward of the base reads: S tokens behind a cache."""
 
-    Args:
-        ids: (1, S) token ids.
-        positions: (1, S) their positions.
-        masks: Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain
-            causal attention, which is right for an empty cache or a single new token.
-        cache: Keys and values of the tokens before; the forward adds those of the S tokens.
-    """
-
-    ids: Tensor
-    positions: Tensor
+    ids: Tensor  # (1, S) token ids
+    positions: Tensor  # (1, S)
+    # Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain causal
+    # attention, which is right for an empty cache or a single new token.
     masks: Mapping[str, Tensor | None]
-    cache: Cache
+    cache: Cache  # keys and values of the tokens before; the forward adds those of the S tokens
 
 
 class TreeAttention:

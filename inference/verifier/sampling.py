@@ -28,19 +28,12 @@ LOWEST_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True)
 class TreeLogits:
-    """The base's logits at the root and at the nodes of a draft tree, and the text before them.
+    """The base's logits at the root and at the nodes of a draft tree, and the text before them."""
 
-    Args:
-        logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
-        tree: M nodes.
-        text: Token ids up to the root, which logits processors may read.
-        eos: Tokens that end the text; nothing is decided after a node with one.
-    """
-
-    logits: Tensor
-    tree: DraftTree
-    text: Sequence[int] = ()
-    eos: frozenset[int] = frozenset()
+    logits: Tensor  # (1 + M, V); row 0 belongs to the root, row 1 + i to node i
+    tree: DraftTree  # M nodes
+    text: Sequence[int] = ()  # token ids up to the root, which logits processors may read
+    eos: frozenset[int] = frozenset()  # tokens that end the text; nothing is decided after a node with one
 
     @property
     def positions(self) -> list[int]:

@@ -34,24 +34,15 @@ RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step, which is one base forward, emitted and cost.
+    """What one step, which is one base forward, emitted and cost."""
 
-    Args:
-        emitted: Tokens the text gained.
-        accepted: Draft tokens among them.
-        fed_pending: Decided tokens fed to the base: the root, or the whole prompt in the first step.
-        fed_candidates: Draft tokens fed that could have been accepted.
-        fed_scratch: Scratch tokens fed: the drafter reads the base's outputs there, they are never accepted.
-        draft_forwards: Forwards of the draft module or draft model.
-        seconds: Wall time of each of `PHASES`. On a GPU, ``accept`` may include waiting for work of earlier phases.
-    """
-
-    emitted: int
-    accepted: int
-    fed_pending: int
-    fed_candidates: int
-    fed_scratch: int
-    draft_forwards: int
+    emitted: int  # tokens that the text gained
+    accepted: int  # draft tokens among them
+    fed_pending: int  # decided tokens fed to the base: the root, or the whole prompt in the first step
+    fed_candidates: int  # draft tokens fed that could have been accepted
+    fed_scratch: int  # scratch tokens fed: the drafter reads the base's outputs there, they are never accepted
+    draft_forwards: int  # forwards of the draft module or draft model
+    # Wall time of each of `PHASES`. On a GPU, ``accept`` may include waiting for work of earlier phases.
     seconds: tuple[float, ...]
 
     @property

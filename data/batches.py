@@ -20,9 +20,8 @@ CLASSES_PER_OCTAVE = 12  # lengths within one class differ by at most 6 %
 def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     """Pad rows of a tokenised data set or of a feature store on the right, and stack them.
 
-    Returns:
-        ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store add
-        ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store, padded with zeros.
+    Returns ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store
+    add ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store, padded with zeros.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence

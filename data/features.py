@@ -228,10 +228,9 @@ class FeatureStore:
     def read(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
         """Read the row at a place that `find` returns, with its hidden states in the dtype of the store.
 
-        Returns:
-            ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), the states of `layers`. If the
-            normed last hidden state is stored but not in `layers`, it is ``last_hidden`` (S, D). An int8 store adds the
-            scales ``hidden_scale`` (S, F) and ``last_hidden_scale`` (S, 1).
+        It has ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), the states of `layers`. If
+        the normed last hidden state is stored but not in `layers`, it is ``last_hidden`` (S, D). An int8 store adds the
+        scales ``hidden_scale`` (S, F) and ``last_hidden_scale`` (S, 1).
         """
         number, start, end = place
         with self._open(number) as opened:

@@ -35,10 +35,8 @@ MARKS = (
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a chat template; ValueError if there is no such template, or it has no such switch.
 
-    Args:
-        name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template. With ``:thinking=on`` or
-            ``:thinking=off`` after it, the template's own switch asks for answers with or without reasoning.
-        tokenizer: Tokenizer of the base.
+    It is one of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own. With ``:thinking=on`` or ``:thinking=off`` after
+    it, the template's own switch asks for answers with or without reasoning.
     """
     name, _, option = name.partition(":")
     if name not in (*TEMPLATES, "tokenizer"):

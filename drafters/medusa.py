@@ -142,10 +142,7 @@ class HeadDrafter(LearnedDrafter):
     def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
         """The states that the output layers read: K tensors of (N, D).
 
-        Args:
-            states: (N, D) as `encode` returns them.
-            path: (N, K) the root and the K - 1 tokens after it.
-            embedding: (V, D) the base's embedding.
+        Takes states (N, D) from `encode`, the root and the K - 1 tokens after it (N, K), and the base's embedding.
         """
 
     @abstractmethod

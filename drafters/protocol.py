@@ -211,12 +211,8 @@ class LearnedDrafter(nn.Module, Drafter):
     ) -> list[DraftTree]:
         """The trees that decoding would propose at several anchors of one known text, in one go.
 
-        Args:
-            hidden: (S, F * D) hidden states of the drafter's layers.
-            input_ids: (S,) the text.
-            anchors: (A,) positions of the roots.
-            base_weights: The base's embedding and LM head.
-            limits: Limits of every proposal.
+        Takes the hidden states of the drafter's layers (S, F * D), the text (S,), the positions of the roots (A,), and
+        the limits of every proposal.
         """
 
     def attach_base_weights(self, base_weights: BaseWeights) -> None:

@@ -92,13 +92,8 @@ def progress_bars(
 def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int], None]]:
     """Show how many answers are done, the tokens per second and the time left; in a log, as a line once a minute.
 
-    Args:
-        title: What is being done.
-        total: Number of answers.
-
-    Yields:
-        A function to call with the number of answers that are done, how many of these were written now rather than
-        read from a journal, and the number of tokens that were written now.
+    Yields a function to call with the number of answers that are done, how many of these were written now rather than
+    read from a journal, and the number of tokens that were written now. There are ``total`` answers.
     """
     is_terminal = sys.stderr.isatty()
     with progress_bars(rest=TextColumn("{task.fields[rate]}", markup=False)) as bars:

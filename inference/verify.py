@@ -232,13 +232,9 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
 def compare(
     session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], own: Sequence[Written] = ()
 ) -> Comparison:
-    """Decode N prompts with a drafter and compare them with what the base writes alone.
+    """Decode N prompts with a drafter and compare them with the N texts that the base writes alone.
 
-    Args:
-        session: Decodes with the drafter.
-        prompts: N prompts.
-        expected: The N texts of the base.
-        own: The same with their logits, which are compared bit for bit; empty without bit-identical rows.
+    ``own`` are these texts with their logits, which are compared bit for bit; empty without bit-identical rows.
     """
     base, num_equal = session.runner.base, 0
     divergences, texts = [], []

@@ -87,7 +87,6 @@ def ctc_loss(
         The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
         sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without labels.
     """
-
     needs_draft = options.distillation or options.until_failure is not None
 
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:

@@ -104,13 +104,10 @@ class Texts:
 
 
 def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_repeats: bool = True) -> Texts:
-    """Run the recursion for G texts at once.
+    """Run the recursion for G texts at once; the frames have the biases of these texts, if there are any.
 
-    Args:
-        frames: Distributions of the frames; with biases, the biases of these texts.
-        tokens: (G,) last tokens. Text 0 is the empty one, and its token is the root.
-        parents: (G,) index of each text without its last token; that of text 0 is ignored.
-        merge_repeats: As in `collapse`.
+    Takes the last token of each text (G,), and the index (G,) of each text without its last token. Text 0 is the empty
+    one: its token is the root, and its parent is ignored.
     """
     own = torch.arange(len(tokens), device=tokens.device)
     parents = parents.clamp(min=0)

@@ -231,9 +231,8 @@ class Joint(Drafter):
     def _shares(self, keys: Sequence[int]) -> Iterator[tuple[float, dict[int, float], float]]:
         """Distribute the probability of the next token over the sources of the contexts ``keys``, one by one.
 
-        Yields:
-            The probability per unit of weight, the weights of the tokens that no earlier source held, and the
-            probability that remains for later sources.
+        Yields the probability per unit of weight, the weights of the tokens that no earlier source held, and the
+        probability that remains for later sources.
         """
         remaining = 1.0
         earlier: dict[int, float] = {}

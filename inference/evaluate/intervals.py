@@ -53,13 +53,8 @@ def interval(
     cases (plain percentiles: 89 to 94 %). Below ten questions, or if few questions differ from the rest, it is too
     narrow.
 
-    Args:
-        columns: The terms of K sums, one term for each of n questions.
-        powers: The power of each of the K sums: (1, -1) is the ratio of two sums.
-        level: Confidence level.
-
-    Returns:
-        Both ends of the interval; None for fewer than two questions, or if a sum is not positive.
+    The ``columns`` are the terms of K sums, one for each of n questions. Each sum is raised to its power: (1, -1) gives
+    the ratio of two. The result is None for fewer than two questions, or if a sum is not positive.
     """
     terms = np.asarray(columns, dtype=float).T  # (n, K)
     exponents = np.asarray(powers, dtype=float)

@@ -212,16 +212,10 @@ def answer_all(
 ) -> AnswerCounts:
     """Answer every conversation, turn by turn, in batches of prompts of similar length.
 
-    Replies that the journal holds are taken from it. The batches do not depend on the journal, so an interrupted run
-    ends in the same texts, bit for bit, as long as ``batch_size`` is the same.
-
-    Args:
-        dialogues: The conversations.
-        answerer: Answers their prompts.
-        journal: Holds a line [turn, [[index of the conversation, reply], ...]] for each batch.
-        options: Length limits and batch size.
-        advance: Called with the number of finished answers, the number of those that are new, and their tokens.
-        sampling: How tokens are chosen.
+    Replies that the journal holds are taken from it; it has a line [turn, [[index of the conversation, reply], ...]]
+    for each batch. The batches do not depend on the journal, so an interrupted run ends in the same texts, bit for bit,
+    as long as ``batch_size`` is the same. ``advance`` is called with the number of finished answers, the number of
+    those that are new, and their tokens.
     """
     known = {
         (turn, place): reply

@@ -32,15 +32,8 @@ def own_prompts(
 ) -> list[Conversation]:
     """Let the base write user messages, and return those that it ended, each once; raises ValueError if there are none.
 
-    Args:
-        answerer: The base.
-        tokenizer: Its tokenizer.
-        template: Chat template, as in `data.templates.resolve_template`.
-        count: Number of messages that are drawn.
-        seed: Seed of the drawing.
-        batch_size: Messages written together.
-        journal: Holds a line [first, replies] for each batch.
-        advance: As in `answer_all`.
+    ``count`` messages are drawn with a seed, ``batch_size`` of them together. The journal has a line [first, replies]
+    for each batch. The template is named as in `data.templates.resolve_template`; ``advance`` is that of `answer_all`.
     """
     before, end = user_turn(tokenizer, template)
     prompt = tokenizer(before, add_special_tokens=False).input_ids

@@ -17,13 +17,8 @@ def accept(tree: DraftTree, picks: Sequence[int]) -> tuple[list[int], list[int]]
     was drafted: with the argmax as pick it is the greedy text, with draws it is sampled text (sample-and-match, or
     `multi_round_rejection`).
 
-    Args:
-        tree: M nodes.
-        picks: 1 + M tokens; picks[0] follows the root, picks[1 + i] follows node i.
-
-    Returns:
-        The accepted nodes from the root down, and the emitted tokens: those of the nodes, then the bonus token.
-
+    Of the 1 + M picks, picks[0] follows the root and picks[1 + i] node i. Returns the accepted nodes from the root
+    down, and the emitted tokens: those of the nodes, then the bonus token.
     >>> accept(DraftTree(tokens=[7, 8], parents=[-1, 0]), picks=[7, 5, 9])
     ([0], [7, 5])
     """
@@ -67,14 +62,9 @@ def multi_round_rejection(
     2305.09781); for draws without, y_j is removed from q_j (arXiv 2402.14160). A single draw is the rejection sampling
     of Leviathan et al. (arXiv 2211.17192). No operation waits for the device.
 
-    Args:
-        distribution: (V,) probabilities that the base draws from after this node.
-        children: The drawn children, and the distribution they were drawn from.
-        tree: The tree that holds the children.
-        uniform: Returns the random number in [0, 1) of each round.
-
-    Returns:
-        Whether a child was accepted (), its token (), and the residual distribution (V,) to draw from if none was.
+    The base draws from ``distribution`` (V,) after this node; ``uniform`` returns the random number in [0, 1) of each
+    round. Returns whether a child was accepted (), its token (), and the residual distribution (V,) to draw from if
+    none was.
     """
     drafted = children.probs.to(distribution)
     accepted = torch.zeros((), dtype=torch.bool, device=distribution.device)

@@ -113,16 +113,10 @@ class Base(_Sizes):
         drafter.to(self.model.device).attach_base_weights(weights)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run one forward over (B, S) and return the states of F layers side by side, and the last one.
+        """Run one forward over (B, S); return F layers side by side (B, S, F * D), and the normed last state (B, S, D).
 
-        For the model types of `PLAIN_MODEL_TYPES` only the requested layers are kept in memory.
-
-        Args:
-            input_ids: (B, S).
-            layers: 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
-
-        Returns:
-            The requested layers (B, S, F * D), and the last state after the final norm (B, S, D).
+        Of the layers, 0 is the embedding, i the output of layer i, and -1 the last state after the final norm. For the
+        model types of `PLAIN_MODEL_TYPES` only the requested ones are kept in memory.
         """
         decoder: Any = self.model.base_model  # torch types the attributes of a module as Tensor | Module
         inner_layers = {layer for layer in layers if layer != -1}

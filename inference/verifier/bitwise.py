@@ -78,13 +78,10 @@ def aligned_end(positions: np.ndarray) -> np.ndarray:
 def row_groups(
     num_pending: int, tree: DraftTree, start: int, first_visible: Callable[[np.ndarray], np.ndarray]
 ) -> list[RowGroup]:
-    """Group the rows of P pending tokens and M nodes behind ``start`` positions of the cache.
+    """Group the rows of P pending tokens, the root last, and M nodes behind ``start`` positions of the cache.
 
-    Args:
-        num_pending: P; the last pending token is the root.
-        tree: The nodes. Bits are kept for nodes of a depth up to `MAX_DEPTH`.
-        start: Number of cached positions.
-        first_visible: The first position that rows at given positions (R,) may see, with this kind of attention.
+    Bits are kept for nodes of a depth up to `MAX_DEPTH`. ``first_visible`` gives the first position that rows at given
+    positions (R,) may see, with this kind of attention.
     """
     root = start + num_pending - 1
     places, depths = np.arange(start, root + 1 + len(tree)), np.array(tree.depths, int)
@@ -160,10 +157,7 @@ def attend(
     """Attention of H heads over K key heads, as transformers calls it: (1, H, S, d), (1, K, C, d), (1, K, C, e).
 
     The mask is a `carrier` of row groups, or `StepKeys`; any other goes to the model's own attention. ``softcap``
-    bounds the scores (Gemma 2).
-
-    Returns:
-        (1, S, H, e), zero for rows of no group.
+    bounds the scores (Gemma 2). Returns (1, S, H, e), zero for rows of no group.
     """
     if isinstance(attention_mask, StepKeys):
         return _attend_step(query, key, value, attention_mask, scaling), None

@@ -223,11 +223,8 @@ def step_inputs(
 def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the additive attention mask (1, 1, R, C) for each kind of attention in the base.
 
-    Args:
-        inputs: (3 + R, R), see `step_inputs`.
-        length: Number of positions C of the cache.
-        spans: Positions that a window or chunk has, by kind; see `attention_spans`.
-        dtype: Dtype of the masks.
+    The ``inputs`` (3 + R, R) are those of `step_inputs`, ``length`` is the number of positions C of the cache, and
+    ``spans`` those of `attention_spans`.
     """
     positions, slots, visible = inputs[POSITIONS], inputs[SLOTS], inputs[VISIBLE:].bool()
     places = torch.arange(length, device=inputs.device)
@@ -272,10 +269,7 @@ def run_step(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the base on R rows; the function that is compiled. The arguments are those of `step_masks` and `run_base`.
 
-    Without a dtype of masks, rows are bit-identical.
-
-    Returns:
-        Logits (R, V), and the hidden states (R, F * D) or None without layers.
+    Without a dtype of masks, rows are bit-identical. Returns logits (R, V), and the hidden states (R, F * D) or None.
     """
     masks: Any = step_keys(inputs, length, spans) if dtype is None else step_masks(inputs, length, spans, dtype)
     fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)

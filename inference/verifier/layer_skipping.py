@@ -43,14 +43,10 @@ class _NoMLP(nn.Module):
 def without_sublayers(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> nn.Module:
     """Return a view of a model that leaves out sublayers: they do not run, and add zero to the residual stream.
 
-    The norm before a sublayer still runs. The view shares all modules with the model, except for the decoder and the
-    layers that lack a sublayer, which are shallow copies: no weight is copied, and the model itself stays as it is, so
-    that other threads may run it meanwhile. Make a new view for each draft, to follow changes of the model.
-
-    Args:
-        model: A transformers model without its LM head.
-        attention: Layers whose attention is left out; in the view, these layers cache nothing.
-        mlp: Layers whose MLP is left out.
+    The norm before a sublayer still runs, and layers without their attention cache nothing. The view shares all modules
+    with the model, which has no LM head, except for the decoder and the layers that lack a sublayer, which are shallow
+    copies: no weight is copied, and the model itself stays as it is, so that other threads may run it meanwhile. Make a
+    new view for each draft, to follow changes of the model.
     """
     attentions, mlps = sublayers(model)
     replacements: dict[nn.Module, nn.Module] = dict.fromkeys((attentions[layer] for layer in attention), _NoAttention())

@@ -25,14 +25,8 @@ PLAIN_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs of some layers while a model of `PLAIN_MODEL_TYPES` runs inside the ``with`` block.
 
-    Other threads may run the model meanwhile: only forwards of this thread are observed.
-
-    Args:
-        model: The base without its LM head.
-        layers: 0 is the embedding, i the output of layer i. The last layer's output is taken before the final norm.
-
-    Yields:
-        A dictionary that each forward fills with the states by layer.
+    Yields a dictionary that each forward of this thread fills with the states by layer: 0 is the embedding, i the
+    output of layer i. The last layer's is taken before the final norm. The model has no LM head.
     """
     states: dict[int, Tensor] = {}
     thread = threading.get_ident()
@@ -82,14 +76,8 @@ def run_base(
     Models outside `PLAIN_MODEL_TYPES` run through their own forward, so that whatever they do around the layers
     (scaling, soft-capping, a transform before the LM head) is done.
 
-    Args:
-        model: The base.
-        fed: What it reads.
-        num_logits: Number of last tokens whose logits are returned; None for all of them.
-        layers: Requested layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
-
-    Returns:
-        Logits (num_logits, V), and the states (1, S, D) of the requested layers.
+    Returns the logits (num_logits, V) of the last tokens, or of all for None, and the states (1, S, D) of the requested
+    layers: 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
     """
     base: Any = model  # torch types the attributes of a module as Tensor | Module
     last = slice(None) if num_logits is None else slice(-num_logits, None)

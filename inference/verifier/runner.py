@@ -89,13 +89,9 @@ class Runner:
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
         """Run the base once over the pending tokens and the draft tree.
 
-        More pending tokens than the base's ``prefill_chunk`` are read, and committed, in several forwards, of which the
-        last one reads the root and the tree.
-
-        Args:
-            pending: Decided tokens that are not cached yet, P of them; the last is the root.
-            tree: M nodes below the root.
-            required_outputs: What the drafter requires of the base.
+        The P pending tokens are decided and not cached yet; the last is the root, and the M nodes lie below it. More
+        pending tokens than the base's ``prefill_chunk`` are read, and committed, in several forwards, of which the last
+        one reads the root and the tree.
         """
         layers, states = required_outputs.hidden_layers, []
         size = min(self.base.prefill_chunk or len(pending), self.max_rows)
@@ -140,15 +136,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward_uncommitted(self, tokens: Sequence[int], start: int, model: nn.Module | None = None) -> Tensor:
-        """Run the base over a chain of draft tokens behind the cache; `rollback` drops them.
+        """Run the base over a chain of draft tokens from a position on, and return the logits (1, V) after the last.
 
-        Args:
-            tokens: Tokens that follow the cached ones and those of earlier calls since the last commit.
-            start: Position of the first token.
-            model: A view of the base without its LM head that leaves out sublayers; by default the whole base.
-
-        Returns:
-            (1, V) logits after the last token.
+        They follow the cached tokens and those of earlier calls since the last commit; `rollback` drops them. The model
+        may be a view of the base without its LM head that leaves out sublayers.
         """
         model = self.model if model is None else model
         fed = self.attention.feed(tokens, DraftTree(), start, self._cache)

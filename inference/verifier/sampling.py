@@ -45,11 +45,8 @@ def derived_seed(*keys: int) -> int:
     """Derive the seed of the random numbers of drafts, in [0, 2^64).
 
     The text follows the base's distribution only if drafts are independent of the numbers that accept them. Those are
-    seeded by the seed of the request itself (`KeyedSampler.uniform`), the drafts of each step by a hash of it.
-
-    Args:
-        keys: Seed of the request, and the length of the text, which is another one at every step; or the seed of a
-            proposal, and a drafter's own seed.
+    seeded by the seed of the request itself (`KeyedSampler.uniform`), the drafts of each step by a hash of that seed
+    and of the length of the text, and a drafter's own numbers by one of the proposal's seed and of its own.
     """
     text = ",".join(str(key) for key in keys)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"draft seed").digest(), "little")
@@ -100,11 +97,8 @@ class Sampler(ABC):
     def _decide_along_path(self, rows: TreeLogits, pick: Callable[[int], int]) -> Tensor:
         """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
-        Each token of the path is copied to the host on its own, and so the decisions are on the host.
-
-        Args:
-            rows: The logits.
-            pick: Returns the token after a node or after `ROOT`; called from the root down.
+        ``pick`` returns the token after a node or after `ROOT`, and is called from the root down. Each token of the
+        path is copied to the host on its own, and so the decisions are on the host.
         """
         decisions = torch.full((1 + len(rows.tree), 1), -1)
         node: int | None = ROOT

@@ -116,15 +116,10 @@ class Session:
     # ---- the loop
 
     def step(self, end: int, eos: frozenset[int] = frozenset(), max_nodes: int | None = None) -> tuple[list[int], Step]:
-        """Run one step.
+        """Run one step, and return the tokens that the text gained and the cost.
 
-        Args:
-            end: Maximum length of the text after the step, prompt included.
-            eos: Tokens that end the text.
-            max_nodes: Maximum number of draft tokens fed in this step; the session's own limit if not given.
-
-        Returns:
-            The tokens that the text gained, and the cost of the step.
+        ``end`` is the maximum length of the text after the step, prompt included, and ``eos`` are the tokens that end
+        it. At most ``max_nodes`` draft tokens are fed, by default the session's own limit.
         """
         runner, drafter, seq, record = self.runner, self.drafter, self.seq, StepRecord(self.drafter)
 
@@ -168,9 +163,8 @@ class Session:
     ) -> tuple[list[int], list[int], list[list[int]]]:
         """Decide on the device, copy the decisions to the host once, and accept there.
 
-        Returns:
-            The accepted path, the emitted tokens, and the base's most probable tokens after the root and each node
-            if the drafter requires them.
+        Returns the accepted path, the emitted tokens, and the base's most probable tokens after the root and each node
+        if the drafter requires them.
         """
         decisions = self.sampler.decide(TreeLogits(logits, tree, self.seq, eos))
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]

@@ -168,8 +168,7 @@ class ParallelProposer(Proposer):
     def _observe(self, _module: nn.Module, _args: object, inputs: dict[str, Any], output: Any) -> Tensor:
         """Store the trunk's keys and values of every position that the base was fed.
 
-        Returns:
-            The last hidden states alone, as vLLM expects them of a base without inner ones.
+        Returns the last hidden states alone, as vLLM expects them of a base without inner ones.
         """
         from vllm.forward_context import get_forward_context
 

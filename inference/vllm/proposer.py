@@ -88,11 +88,9 @@ class Proposer(ABC):
 
     @abstractmethod
     def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
-        """Return the chains of N requests.
+        """Return the chains of N requests, from their rows in vLLM's batch and their texts.
 
-        Args:
-            rows: Their rows in vLLM's batch.
-            texts: Their tokens; the last one is the root, which the base has not read yet.
+        The last token of a text is the root, which the base has not read yet.
         """
 
 

@@ -349,14 +349,15 @@ def ouroboros(
     Args:
         folder: Folder of the draft model.
         num_draft: Gamma, number of tokens that the draft model writes per step.
-        num_phrases: K, number of phrases appended to the last of them.
+        num_phrases: K, number of phrases appended to the last of them, the newest.
         level: Number of tokens of a phrase with its key; the paper's beta is one more.
         window: W of lookahead, and the number of phrases that a key keeps, as in the authors' code.
         phrases_draft: Whether phrases draft for the draft model; if not, it writes token by token (section 3.1).
         lengthen: Whether phrases lengthen drafts (section 3.2).
         verify_phrases: Whether verification makes phrases (section 3.3).
-        history: Whether phrases are kept from text to text (section 3.4).
-        drop_last: Leave out the last token of each phrase, as the authors' code does.
+        history: Whether phrases are kept from text to text (section 3.4). If not, each text starts with an empty pool.
+        drop_last: Leave out the last token of each phrase, as the authors' code does, which never emits a bonus token
+            after a complete phrase.
         seed: Seed of the tokens that fill lookahead's window at first.
     """
     pool = NgramPool(window)

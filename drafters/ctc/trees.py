@@ -90,15 +90,9 @@ def draw(
     The tree stays within its limits itself. Pruning it later (`DraftTree.pruned`) would keep or drop a sample by its
     value, which is not lossless.
 
-    Args:
-        logits: (T, V + 1) logits of the frames, the blank last.
-        root: Token of the root.
-        num_texts: Number of texts N.
-        limits: Number of nodes, their depth, and the end-of-sequence tokens.
-        generator: Random generator, independent of the one that acceptance uses. T * N numbers are taken from it.
-        bias: Bias on each frame's logits given the last emitted token, which is the root at first; None for none.
-        temperature: Divides logits and biases.
-        merge_repeats: As in `reference.collapse`.
+    The logits of the frames (T, V + 1) have the blank last. The random generator must be independent of the one that
+    acceptance uses; N texts take T * N numbers from it. The bias on a frame's logits depends on the last emitted token,
+    which is the root at first. The temperature divides logits and biases.
     """
     logits = logits.double() / temperature
     tempered: Bias | None = None

@@ -34,18 +34,8 @@ class Ouroboros(DraftModel):
     Without phrases this is speculative decoding with a draft model. Every draft is an argmax, so under sampling a
     drafted token is accepted if it equals the token that is sampled.
 
-    Args:
-        inner: Session of the draft model. Its own drafter may add phrases to ``pool``.
-        pool: Pool of phrases, shared with the drafter of ``inner``.
-        num_draft: Gamma, number of tokens the draft model writes per step.
-        num_phrases: K, number of phrases appended to the last drafted token, the newest.
-        level: Number of tokens of a phrase including its key, as in lookahead decoding. The paper's beta (Table 12) is
-            one more.
-        lengthen: Whether phrases lengthen drafts (part 2).
-        verify_phrases: Whether verification generates phrases (part 3).
-        history: Whether phrases are kept from text to text (part 4). If false, each text starts with an empty pool.
-        drop_last: Whether to leave out the last token of each appended phrase. This matches the authors' code, which
-            never emits a bonus token after a complete phrase.
+    The pool is shared with the drafter of ``inner``, the session of the draft model. The other arguments are those of
+    the command line (`inference.drafter_specs.ouroboros`). The beta of the paper's Table 12 is ``level + 1``.
     """
 
     required_outputs = RequiredOutputs(top_k=1)

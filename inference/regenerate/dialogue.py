@@ -37,12 +37,8 @@ class Dialogue:
     as far as that prompt repeats the tokens originally written. So every token in the loss was written by the base
     after exactly the tokens that precede it in the row.
 
-    Args:
-        conversation: Provides the system message and the user's turns; its own answers are ignored.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template.
-        num_turns: Number of turns to answer, from the first; None answers all.
-        number: Which of several answers to the same conversation this is, from 0.
+    The conversation provides the system message and the user's turns, of which the first ``num_turns`` are answered, or
+    all; its own answers are ignored. ``number`` says which of several answers to it this is, from 0.
     """
 
     def __init__(

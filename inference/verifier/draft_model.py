@@ -38,13 +38,9 @@ class Lenient(Sampler):
 class DraftModelSession(DraftSession):
     """A session of a draft model that lasts over the base's steps.
 
-    The cache holds what the draft model wrote. If the base rejects some of it, only the rejected part is dropped.
-
-    Args:
-        runner: The draft model and its KV cache.
-        drafter: Drafts for the draft model in turn; nothing by default.
-        sampler: Picks the draft model's tokens; greedy decoding if not given. Its seed selects other samples for the
-            same request.
+    The cache holds what the draft model wrote. If the base rejects some of it, only the rejected part is dropped. The
+    drafter, if there is one, drafts for the draft model in turn. The seed of the sampler selects other samples for the
+    same request; without a sampler, decoding is greedy.
     """
 
     def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:

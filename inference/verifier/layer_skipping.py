@@ -94,16 +94,10 @@ class LayerSkippingSession(DraftSession):
     """The base with some sublayers skipped, as a draft model.
 
     It keeps no state of its own. Drafting and verification share one KV cache (Draft & Verify): a draft is written
-    behind the committed tokens in the cache of the base's runner, and rolled back before `write` returns. Before the
-    prefill it drafts nothing. Raises ValueError if a layer does not exist or is named twice, or the base has neither
-    LLaMA's nor GPT-2's layout.
-
-    Args:
-        runner: The base's own runner, which the verifying session uses too.
-        attention: Layers whose attention is skipped.
-        mlp: Layers whose MLP is skipped.
-        sampler: Picks the draft tokens; greedy decoding if not given. Its seed selects other samples for the same
-            request.
+    behind the committed tokens in the cache of the base's own runner, which the verifying session uses too, and rolled
+    back before `write` returns. Before the prefill it drafts nothing. The seed of the sampler selects other samples for
+    the same request; without a sampler, decoding is greedy. Raises ValueError if a layer whose attention or MLP is to
+    be skipped does not exist or is named twice, or the base has neither LLaMA's nor GPT-2's layout.
     """
 
     def __init__(

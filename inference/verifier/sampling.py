@@ -74,10 +74,7 @@ class Sampler(ABC):
 
     A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
     logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
-    follows it down the tree on the host.
-
-    Args:
-        processors: Logits processors that change the base's logits before a token is picked.
+    follows it down the tree on the host. Logits processors change the base's logits before a token is picked.
     """
 
     seed = 0
@@ -132,12 +129,8 @@ class KeyedSampler(Sampler):
     base would have made without a drafter. Draft tokens that were drawn at random (``tree.distributions``) go through
     multi-round rejection: the text is another one, from the same distribution.
 
-    Args:
-        temperature: Sampling temperature, above 0; values below `LOWEST_TEMPERATURE` count as this one.
-        top_k: Sample from the k most probable tokens only; 0 keeps all.
-        top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
-        seed: Key of the draws.
-        processors: Logits processors that come before temperature, top_k and top_p.
+    The options are those of `inference.verifier.options.SamplingOptions`, with a temperature above 0; values below
+    `LOWEST_TEMPERATURE` count as this one. Logits processors come before temperature, top_k and top_p.
     """
 
     def __init__(

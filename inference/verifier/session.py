@@ -98,13 +98,8 @@ class Session:
     """Decodes one text at a time with one base and one drafter.
 
     `run` and `decode` write the continuation of a prompt. Callers that need more control call `begin` or `resume`,
-    then iterate over `steps`. The record of the last step is in ``last``.
-
-    Args:
-        runner: The base and its KV cache.
-        drafter: Proposes the draft trees.
-        sampler: Picks the base's tokens; greedy decoding if not given.
-        max_nodes: Maximum number of draft tokens fed per step.
+    then iterate over `steps`. The record of the last step is in ``last``. Without a sampler, decoding is greedy. At
+    most ``max_nodes`` draft tokens are fed per step.
     """
 
     last: StepRecord

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from data.files import read_json_lines, reading, validated, write_text
 from data.templates import decode_answer
 from inference.prompts import encode_question
 from inference.verifier.base import Base
-from inference.verifier.session import PHASES, Generation, Session, Step
+from inference.verifier.session import PHASES, Session, Step
 
 Messages = list[tuple[str, str]]  # role and text
 Slot = tuple[int, str]  # the index of a question, and the name of a drafter
@@ -72,11 +73,16 @@ def answer_question(
         torch.cuda.reset_peak_memory_stats(base.model.device)
 
     def write(messages: Messages, prompt: list[int]) -> tuple[Turn, bool]:
-        result, cpu_seconds = decode(session, prompt, max_new_tokens, base.eos)
-        text = decode_answer(result.tokens, base.tokenizer).strip()
-        cpu_seconds = [] if on_gpu else cpu_seconds  # a thread that waits for a GPU is not slowed down by other work
-        turn = Turn(text, result.tokens, len(prompt), result.steps, result.seconds, cpu_seconds)
-        return turn, bool(result.tokens) and result.tokens[-1] in base.eos
+        tokens, steps = list[int](), list[Step]()
+        started, marks = time.perf_counter(), [time.thread_time()]
+        for emitted, cost in session.decode(prompt, max_new_tokens, base.eos):
+            marks.append(time.thread_time())
+            tokens += emitted
+            steps.append(cost)
+        seconds, text = time.perf_counter() - started, decode_answer(tokens, base.tokenizer).strip()
+        # A thread that waits for a GPU is not slowed down by other work.
+        cpu_seconds = [] if on_gpu else [after - before for before, after in pairwise(marks)]
+        return Turn(text, tokens, len(prompt), steps, seconds, cpu_seconds), bool(tokens) and tokens[-1] in base.eos
 
     encode = partial(encode_question, base, question, template=template)
     turns, ended = answer_turns(question, encode, base.context_length, write)
@@ -107,22 +113,6 @@ def answer_turns(
         ended.append(is_ended)
         messages.append(("assistant", turn.text))
     return turns, ended
-
-
-def decode(
-    session: Session, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int]
-) -> tuple[Generation, list[float]]:
-    """Decode as `Session.run` does, and return also the CPU time of this thread up to the end of each step."""
-    result, cpu_seconds = Generation(), []
-    started, mark = time.perf_counter(), time.thread_time()
-    for emitted, cost in session.decode(prompt, max_new_tokens, eos):
-        now = time.thread_time()
-        cpu_seconds.append(now - mark)
-        mark = now
-        result.tokens += emitted
-        result.steps.append(cost)
-    result.seconds = time.perf_counter() - started
-    return result, cpu_seconds
 
 
 def decoding_order(names: Sequence[str], indices: Iterable[int], repeat: int = 0) -> list[Slot]:

@@ -28,7 +28,7 @@ from inference.verifier.compiled import make_runner
 from inference.verifier.layers import takes_argument
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Session, Step, acceptance_length, check_prompt
+from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
 
 MAX_SHOWN_DIVERGENCES = 3  # of each drafter
 MAX_TESTED_PROMPTS = 4  # in the test of the distribution
@@ -289,8 +289,7 @@ def first_different_layer(session: Session, prompt: list[int], max_new_tokens: i
 @torch.inference_mode()
 def first_divergence(base: Base, index: int, prompt: list[int], expected: list[int], got: list[int]) -> Divergence:
     """Describe the first difference of two answers, by the logits of one plain forward over their common beginning."""
-    pairs = zip([*expected, -1], [*got, -1], strict=False)
-    position = next(i for i, (own, drafted) in enumerate(pairs) if own != drafted)
+    position = common_prefix(expected, got)
     ids = torch.tensor([[*prompt, *expected[:position]]], device=base.model.device)
     logits = base.model(ids).logits[0, -1].float()
     own, drafted = (text[position] if position < len(text) else min(base.eos, default=0) for text in (expected, got))

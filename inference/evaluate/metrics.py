@@ -192,8 +192,7 @@ def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None
     for index, (turn, base) in enumerate(zip_longest(answer.turns, baseline.turns)):
         tokens, base_tokens = turn.token_ids if turn else [], base.token_ids if base else []
         if tokens != base_tokens or not (turn and base):
-            parts = (at for at, (ours, its) in enumerate(zip(tokens, base_tokens, strict=False)) if ours != its)
-            return index, next(parts, min(len(tokens), len(base_tokens)))
+            return index, session.common_prefix(tokens, base_tokens)
     return None
 
 

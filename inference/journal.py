@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from data.files import disk_errors, parse_line, reading
 
 T = TypeVar("T")
+Existing = Literal["continue", "replace_if_different", "replace"]
 
 
 class Journal:
@@ -32,7 +33,7 @@ class Journal:
         self,
         path: str | Path,
         settings: Mapping[str, Any],
-        existing: Literal["continue", "replace_if_different", "replace"] = "continue",
+        existing: Existing = "continue",
     ) -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists

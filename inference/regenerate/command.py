@@ -6,15 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.conversations import Conversation, load_conversations
+from data.conversations import load_conversations
 from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import THINKING_SWITCH, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
-from inference.journal import Journal
+from inference.journal import Existing, Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.regenerate.own_prompts import own_prompts
@@ -105,32 +104,35 @@ def regenerate(
     tokenizer = load_tokenizer(base_model.base)
     template = resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
-    own = None
+    asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": short_hash(template)}
+    existing: Existing = "replace_if_different" if overwrite else "continue"
+    own: Journal | None = None  # holds the base's own prompts until they are answered
     if answers.own_prompts:
-        own, prompts = write_prompts(
-            answerer, tokenizer, answers, sampling.seed, path.with_name(f"{path.name}.prompts"), overwrite
-        )
-        conversations += prompts
+        settings = asked | {name: getattr(answers, name) for name in ("own_prompts", "batch_size")}
+        settings["seed"] = sampling.seed
+        with (
+            Journal(path.with_name(f"{path.name}.prompts"), settings, existing) as own,
+            throughput_bar("prompts", answers.own_prompts) as advance,
+        ):
+            drawn = answers.own_prompts, sampling.seed, answers.batch_size
+            conversations += own_prompts(answerer, tokenizer, answers.template, *drawn, own, advance)
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
         Dialogue(each, tokenizer, answers.template, num_turns, number)
         for each in conversations
         for number in range(answers.num_answers)
     ]
-    settings: dict[str, Any] = {  # everything that determines the answers
+    settings = {  # everything that determines the answers
         "format": 1,
         "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
-        "base": answerer.weights,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": short_hash(template),
+        **asked,
         "turns": answers.turns,
         "max_new_tokens": answers.max_new_tokens,
         "max_length": answerer.max_length,
     }
     if sampling.temperature:
         settings |= asdict(sampling) | {"num_answers": answers.num_answers}
-    partial_path = path.with_name(f"{path.name}.partial")
-    with Journal(partial_path, settings, existing="replace_if_different" if overwrite else "continue") as journal:
+    with Journal(path.with_name(f"{path.name}.partial"), settings, existing) as journal:
         with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
             counts = answer_all(dialogues, answerer, journal, answers, advance, sampling)
         if not counts.num_answers:
@@ -146,35 +148,6 @@ def regenerate(
         if left_out.total:
             print(safe_text(left_out))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
-
-
-def write_prompts(
-    answerer: Answerer,
-    tokenizer: PreTrainedTokenizerBase,
-    answers: AnswerOptions,
-    seed: int,
-    path: Path,
-    overwrite: bool,
-) -> tuple[Journal, list[Conversation]]:
-    """Let the base write prompts of its own, and return them with the journal that holds them until they are answered.
-
-    The arguments are those of `own_prompts`.
-    """
-    settings = {
-        "base": answerer.weights,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": short_hash(resolve_template(answers.template, tokenizer)),
-        "own_prompts": answers.own_prompts,
-        "batch_size": answers.batch_size,
-        "seed": seed,
-    }
-    with (
-        Journal(path, settings, existing="replace_if_different" if overwrite else "continue") as journal,
-        throughput_bar("prompts", answers.own_prompts) as advance,
-    ):
-        return journal, own_prompts(
-            answerer, tokenizer, answers.template, answers.own_prompts, seed, answers.batch_size, journal, advance
-        )
 
 
 def load_answerer(

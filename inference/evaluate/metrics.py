@@ -56,9 +56,8 @@ class Speed:
     wall: Estimate = UNKNOWN  # the baseline's seconds of wall time per token / the drafter's
     median_seconds: float | None = None  # of all answers by median step times
     peak_bytes: int | None = None  # peak of GPU memory, with the base and all drafters of the run
-    phase_seconds: dict[str, float] = field(
-        default_factory=dict
-    )  # of `PHASES`, prefill and the rest; together all seconds
+    # Of `PHASES`, prefill and the rest; together all seconds.
+    phase_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Estimate:

@@ -86,9 +86,7 @@ def row_groups(
     root = start + num_pending - 1
     places, depths = np.arange(start, root + 1 + len(tree)), np.array(tree.depths, int)
     positions = np.concatenate([places[:num_pending], root + depths])
-    ends = np.minimum(
-        aligned_end(positions), root
-    )  # nodes deeper than `MAX_DEPTH`, which no session feeds, keep no bits
+    ends = np.minimum(aligned_end(positions), root)  # no session feeds nodes deeper than `MAX_DEPTH`: they keep no bits
     sees_node = np.zeros((len(places), len(tree)), bool)
     sees_node[num_pending:] = tree.ancestor_mask()
     first = np.maximum(0, first_visible(positions))

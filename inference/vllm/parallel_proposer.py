@@ -149,9 +149,8 @@ class ParallelProposer(Proposer):
         except AttributeError as error:
             raise ValueError(f"{self.base.name} has no plain embedding and LM head in vLLM ({error})") from error
         vocab_size, num_layers = self.base.shape.vocab_size, self.base.shape.num_layers
-        self.weights = BaseWeights(
-            _whole(embedding.data)[:vocab_size], _whole(head.data)[:vocab_size]
-        )  # vLLM pads them
+        rows = slice(vocab_size)  # without those that vLLM pads with
+        self.weights = BaseWeights(_whole(embedding.data)[rows], _whole(head.data)[rows])
         self.drafter.to(embedding.device).attach_base_weights(self.weights)
         wanted = self.drafter.required_outputs.hidden_layers
         self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, num_layers)}))

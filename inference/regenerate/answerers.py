@@ -231,7 +231,8 @@ Answerer = LocalAnswerer | ServerAnswerer
 def _read_reply(completion: Any) -> ServerReply:
     choice, usage = completion.choices[0], completion.usage
     message = getattr(choice, "message", None)  # None in a continuation
-    found = choice.text if message is None else message.content, _reasoning(message)
+    reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    found = choice.text if message is None else message.content, reasoning
     # A server may echo the key, and no file can hold half of a surrogate pair.
     text, reasoning = (redacted((part or "").encode("utf-8", "replace").decode()) for part in found)
     num_read, num_written = (
@@ -239,10 +240,6 @@ def _read_reply(completion: Any) -> ServerReply:
     )
     tokens = validated(list[int] | None, getattr(choice, "token_ids", None))
     return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning, tokens)
-
-
-def _reasoning(message: Any) -> str | None:
-    return getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
 
 
 def _authorization() -> Mapping[str, str | openai.Omit]:

@@ -292,11 +292,9 @@ def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, 
 
     getLogger("bitsandbytes").setLevel(ERROR)  # it warns at every matrix product that int8 multiplies in float16
     compute_dtype = torch.bfloat16
-    config = (
-        BitsAndBytesConfig(load_in_8bit=True)
-        if dtype == "int8"
-        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
-    )
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    if dtype == "nf4":
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
     return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 

@@ -318,8 +318,6 @@ def chat(
     Questions may also come from a pipe, one per line.
 
     Args:
-        model: The base.
-        sampling: How the base's tokens are chosen.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         system: System message before the first turn; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.

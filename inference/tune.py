@@ -100,10 +100,6 @@ def tune(
     repeated. The options found are the best for these questions: measure them on others with `drafters eval`.
 
     Args:
-        model: The base.
-        selection: The questions.
-        sampling: How the base's tokens are chosen.
-        search: What is searched.
         drafter: NAME[=FILE][:key=value,...], the part that all trials have in common.
         out: Folder for the results.
     """

@@ -78,14 +78,10 @@ def regenerate(
 
     Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
     repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
-    and only the tokenizer of the base is loaded.
+    and only the tokenizer of the base is loaded. Every sampled answer has a seed of its own, made of the seed given,
+    the place of its conversation in the files, the number of the answer and the turn.
 
     Args:
-        base_model: The base.
-        answers: Which turns are answered.
-        sampling: How tokens are chosen. Every answer has a seed of its own, made of the seed given, the place of its
-            conversation in the files, the number of the answer and the turn.
-        server: Server that answers instead of the base.
         files: Conversations, as data.files of a training; their own answers are ignored. May be repeated.
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far, OUT.prompts own prompts.
         overwrite: Replace an existing file, and the partial file of another command.

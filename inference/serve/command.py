@@ -32,7 +32,6 @@ def serve(
     must carry its value as ``Authorization: Bearer KEY``.
 
     Args:
-        model: The base.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         served_name: Name of the model in requests; by default the base as it was given.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.

@@ -110,15 +110,12 @@ class Merged(Drafter):
     from what the base emitted (`LogisticMixer`). The tree takes the most probable nodes first, whoever named them, so
     n-grams continue the learned drafter's prefixes and fill gaps between them.
 
-    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. Raises ValueError if
-    an option is out of range, or the learned drafter samples its drafts.
-
-    Args:
-        learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
-            times as many nodes as the merged tree takes, since some that it finds improbable are those of n-grams too.
-        ngrams: The joint drafter, of which the options ``num_nodes`` and ``min_probability`` do not matter here.
-        num_nodes: Largest number of nodes of the merged tree.
-        min_probability: A node whose estimated probability is below this is not fed.
+    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. The learned drafter
+    must give a probability for each node of its trees. It should draft about three times as many nodes as the merged
+    tree takes, since some that it finds improbable are those of n-grams too. The options ``num_nodes`` and
+    ``min_probability`` of the joint drafter do not matter here; those of the merged tree are those of the command line
+    (`inference.drafter_specs.merged`). Raises ValueError if one is out of range, or the learned drafter samples its
+    drafts.
     """
 
     def __init__(

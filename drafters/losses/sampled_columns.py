@@ -20,15 +20,9 @@ def sample_columns(
     the sum over the vocabulary in each normaliser is right on average, with K / V of the products and exponentials. The
     weights enter as one more rank of the Markov bias, zero for the labels and the blank.
 
-    Args:
-        x: Frames and labels, which are columns of the head.
-        head: (V, D) rows of the LM head.
-        right: (V, R) or, with a blank, (V + 1, R) right factors of the Markov bias, or None.
-        num_columns: K, the number of columns to keep; more are kept where the batch has more labels.
-        has_blank: Whether the last column of ``right`` is the blank's.
-
-    Returns:
-        The same anchors with labels among the K columns, rows (K, D) of the head, and the right factors of the bias.
+    The labels are columns of the LM head (V, D). The right factors of the bias are (V, R), or (V + 1, R) if there is a
+    blank, whose row is the last. K is ``num_columns``, or more where the batch has more labels. Returns the same
+    anchors with labels among the K columns, rows (K, D) of the head, and the right factors of the bias.
     """
     is_label = torch.zeros(len(head), dtype=torch.bool, device=head.device)
     is_label[x.labels[x.valid]] = True

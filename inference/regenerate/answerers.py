@@ -97,17 +97,10 @@ class ServerReply:
 class ServerAnswerer:
     """An OpenAI-compatible server; a reply is the fields of a `ServerReply`.
 
-    Turns are asked through ``/v1/chat/completions``, continuations of a text through ``/v1/completions``.
-
-    The API key is read from the environment variable OPENAI_API_KEY for every request and never stored or printed.
-    Raises ValueError if `url` is not the address of a server, or contains a password.
-
-    Args:
-        url: Address of the server, with or without ``/v1``.
-        model: Name under which the server offers the base.
-        max_length: Maximum number of tokens of a prompt and its answer.
-        template_arguments: What the server's chat template is told besides the messages, such as enable_thinking.
-        concurrency: Maximum number of requests at the same time.
+    Turns are asked through ``/v1/chat/completions``, continuations of a text through ``/v1/completions``. The API key
+    is read from the environment variable OPENAI_API_KEY for every request and never stored or printed. The server's
+    chat template is told ``template_arguments``, such as enable_thinking, besides the messages. Raises ValueError if
+    `url`, which may end in ``/v1``, is not the address of a server, or contains a password.
     """
 
     def __init__(
@@ -124,7 +117,7 @@ class ServerAnswerer:
         if "@" in parts.netloc:
             raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
         self.url, self.model = f"{url.rstrip('/').removesuffix('/chat/completions').removesuffix('/v1')}/v1", model
-        self.max_length, self.concurrency = max_length, concurrency
+        self.max_length, self.concurrency = max_length, concurrency  # tokens of a prompt and its answer; requests
         self.template_arguments = dict(template_arguments or {})
         self._token_ids = {"return_token_ids": True}  # an extension of vLLM; empty once the server has refused it
         self._client = openai.OpenAI(

@@ -104,16 +104,11 @@ def cross_entropy(
     probable under p_u(. | y_{u-1}). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
     d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
 
-    Args:
-        anchored: Frames and labels. Frames beyond the number of labels are not trained.
-        head: (V, D) the base's frozen LM head.
-        right: (V, R) right factor of the Markov bias on the V logits; none by default.
-        options: Weights of the labels and of distillation.
-        divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
-        max_bytes: Memory for the tensors of one chunk; by default as `anchors_per_chunk` chooses it.
-
-    Returns:
-        The loss, and ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). Scalars, zero without labels.
+    The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
+    Frames beyond the number of labels are not trained. The ``divisor``, as in `TrainingBatch`, gets the number of
+    anchors that have a label. The tensors of one chunk take ``max_bytes``, by default as many as `anchors_per_chunk`
+    chooses. The metric is ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). It and the loss are
+    scalars, zero without labels.
     """
     num_labels = anchored.labels.shape[1]
     assert anchored.frames.shape[1] >= num_labels, "each label needs a frame"

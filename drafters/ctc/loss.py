@@ -74,18 +74,11 @@ def ctc_loss(
     distribution and q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no
     alignment can reach, because there are too few frames, contribute nothing.
 
-    Args:
-        anchored: Frames and labels.
-        head: (V, D) the base's frozen LM head.
-        output: The trained weights of the output layer.
-        options: The objective and its weights.
-        merge_repeats: As in `reference.collapse`.
-        divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
-        max_bytes: Memory for the tensors of one chunk; by default as `anchors_per_chunk` chooses it.
-
-    Returns:
-        The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
-        sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without labels.
+    The base's LM head (V, D) is frozen; ``merge_repeats`` is that of `reference.collapse`. The ``divisor``, as in
+    `TrainingBatch`, gets the number of anchors that have a label. The tensors of one chunk take ``max_bytes``, by
+    default as many as `anchors_per_chunk` chooses. The metrics are ``blank_share``, the mean of p_t(blank | root), and
+    ``expected_acceptance``, the mean of sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are
+    scalars, zero without labels.
     """
     needs_draft = options.distillation or options.until_failure is not None
 

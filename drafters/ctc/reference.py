@@ -40,12 +40,9 @@ def collapse(frames: Tensor, blank: int, merge_repeats: bool = True) -> list[int
 class FrameDistributions:
     """p_t(v | l) = softmax_v(z_t(v) + B[l, v]), the distribution of frame t given the last emitted token l.
 
-    The softmax of a sum is the product of two factors divided by their inner product, so (G, T, V) is never stored. All
-    is computed in float64: the probability of a text is a product over all frames.
-
-    Args:
-        logits: (T, V + 1) z_t, the blank last.
-        biases: (G, V + 1) B[l_g, :] for the last token of each of G texts; None if B is 0.
+    The logits z_t (T, V + 1) have the blank last; the biases B[l_g, :] (G, V + 1) are those after the last tokens of G
+    texts, or None if B is 0. The softmax of a sum is the product of two factors divided by their inner product, so
+    (G, T, V) is never stored. All is computed in float64: the probability of a text is a product over all frames.
     """
 
     def __init__(self, logits: Tensor, biases: Tensor | None = None) -> None:

@@ -28,11 +28,8 @@ def decode_batch(
     row's sampler. In float32 and float64 the other rows can change it only where two logits, or a sum of probabilities
     and the number drawn, are equal up to rounding. Raises ValueError if a layer of the base has no full attention.
 
-    Args:
-        base: A causal language model.
-        prompts: B lists of token ids, none empty.
-        max_new_tokens: B limits: a row ends with its first EOS token, or is cut off at this many new tokens.
-        samplers: B samplers that differ in their seeds only; none to decode greedily.
+    No prompt is empty. A row ends with its first EOS token, or is cut off at its limit of new tokens. The samplers
+    differ in their seeds only; without any, decoding is greedy.
     """
     if (kinds := set(attention_kinds(base.model.config))) != {"full_attention"}:
         raise ValueError(f"{base.name} has layers without full attention ({', '.join(sorted(kinds))})")

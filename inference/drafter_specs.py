@@ -278,7 +278,7 @@ def draft_model(
         num_draft: Largest number of drafted tokens per step.
         threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
         schedule: constant, or heuristic: ``num_draft`` grows by 2 after a draft that is accepted in full and else falls
-            by 1, as in transformers; or heuristic_transient, which starts anew with each text.
+            by 1, down to 1, as in transformers; or heuristic_transient, which starts anew with each text.
         temperature: Temperature at which drafts are sampled; 0 for greedy drafts.
         top_k: Number of tokens that are sampled from; 0 for all.
         top_p: Probability of the tokens that are sampled from.

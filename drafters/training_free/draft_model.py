@@ -74,13 +74,8 @@ class DraftModel(Drafter):
     with, which exact rejection sampling needs. If the session of the smaller model has a drafter of its own, this is
     the vertical cascade of CS Drafting (arXiv 2312.11462).
 
-    Args:
-        inner: Session of the smaller model.
-        num_draft: Largest number of drafted tokens per step.
-        threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
-        schedule: How ``num_draft`` changes, as in the assisted generation of transformers: ``constant``, or
-            ``heuristic``, by 2 more after a draft that is accepted in full and else by 1 less, down to 1, or
-            ``heuristic_transient``, which starts anew with each text.
+    The session of the smaller model is ``inner``. The other arguments are those of the command line
+    (`inference.drafter_specs.draft_model`).
     """
 
     def __init__(

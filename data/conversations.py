@@ -1,7 +1,5 @@
 """Reads conversations from records of many forms: the messages, and what was said besides their text."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Files of users: errors that name the file, atomic writes, checksums, locks, and text that is safe to show."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import hashlib

@@ -1,7 +1,5 @@
 """Reads rows from JSON and parquet files, from the hub or from the embedded corpus, and documents of plain text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path

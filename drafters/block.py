@@ -1,7 +1,5 @@
 """The block drafter: the CTC drafter's trunk trained with cross-entropy, one token per frame (DFlash)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

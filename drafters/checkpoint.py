@@ -1,7 +1,5 @@
 """The folder of a trained drafter: config.json (the recipe and its base) and model.safetensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Checks of drafters' options that several drafters share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args, get_origin, get_type_hints
 

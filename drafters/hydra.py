@@ -1,7 +1,5 @@
 """Hydra: heads that also read the draft tokens before theirs, and trees grown level by level."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Medusa and its base class, which Hydra shares: one head per draft token, reading the state that decided the root."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The merged drafter: the prefixes of a learned drafter and n-grams in one tree, by probability of acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Recipes of learned drafters: options grouped in frozen dataclasses, given nested or, in one line, flat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature

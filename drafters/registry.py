@@ -1,7 +1,5 @@
 """The drafters by name: `register`, and a line in ``drafters/__init__.py``, is all that a new drafter needs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Drafters by name: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

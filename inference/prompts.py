@@ -1,7 +1,5 @@
 """From questions to prompts: chat messages through the base's template, or plain text for a base without one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

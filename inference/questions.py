@@ -1,7 +1,5 @@
 """Which questions a command decodes: options that eval, verify, tune and the benchmarks share."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

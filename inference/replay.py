@@ -1,7 +1,5 @@
 """``drafters replay``: measure drafters that read only tokens on recorded greedy answers, without the base."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What long commands share: checks of output paths, fingerprints of files, and progress on standard error."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

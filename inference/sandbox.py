@@ -7,8 +7,6 @@ kernel lets a program escape, and it can find in its own memory the token that p
 machine for code that is written to attack.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Whether a machine is idle enough to measure on: its load, and the use of its GPU."""
 
-from __future__ import annotations
-
 import os
 import platform
 import time

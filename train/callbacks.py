@@ -1,7 +1,5 @@
 """Lightning callbacks: what a training logs, and skipped steps."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """Checkpoints: written atomically, found again, and read without running any code that they contain."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence

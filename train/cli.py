@@ -3,8 +3,6 @@
 Nothing heavy is imported before a command is known, so that the lists of commands are printed at once.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

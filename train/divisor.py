@@ -1,7 +1,5 @@
 """The number that losses are divided by when an optimizer step spans several processes and batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

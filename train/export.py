@@ -1,7 +1,5 @@
 """``drafters export``: turn a Lightning checkpoint into a folder that decoding loads without Lightning."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``drafters import``: turn a drafter in the format of another tool into a folder of this project."""
 
-from __future__ import annotations
-
 from functools import reduce
 from pathlib import Path
 from typing import Any

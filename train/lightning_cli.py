@@ -1,7 +1,5 @@
 """The LightningCLI behind the ``lightning`` command, imported only when something is run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

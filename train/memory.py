@@ -1,7 +1,5 @@
 """The memory that a training needs on one device, estimated before its first step by a step on tensors without data."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import weakref

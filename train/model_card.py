@@ -1,7 +1,5 @@
 """The model card, README.md, of a drafter's folder, and the folder's upload to the Hugging Face hub."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """DrafterTraining: the LightningModule that trains every learned drafter on a frozen base."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """AdamW, Muon, and the learning rate schedule of a training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Sharding of the drafter and of the base's layers over processes, and activation checkpointing."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

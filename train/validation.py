@@ -1,7 +1,5 @@
 """Validation: decoding simulated on held-out text, which measures the acceptance length while a drafter is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal
 

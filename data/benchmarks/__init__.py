@@ -1,7 +1,5 @@
 """The benchmarks of the papers and the project's own: a file has the rows, the prompts and the score of a family."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec

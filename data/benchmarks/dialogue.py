@@ -1,7 +1,5 @@
 """MT-Bench, Spec-Bench, SPEED-Bench, Alpaca, Arena-Hard, the project's own questions, and questions in any file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from data.benchmarks.mathematics import exact_match

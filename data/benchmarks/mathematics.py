@@ -1,7 +1,5 @@
 """GSM8K, whose answers are numbers, and MATH-500 and AIME, whose answers are formulas in a box."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

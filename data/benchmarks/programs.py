@@ -1,7 +1,5 @@
 """HumanEval and MBPP, both also with EvalPlus's tests, and LiveCodeBench: programs to write."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

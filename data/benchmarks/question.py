@@ -1,7 +1,5 @@
 """The types of a benchmark: questions, the prompt styles that ask them, and where its rows and its score come from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

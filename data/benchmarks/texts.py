@@ -1,7 +1,5 @@
 """CNN/DM and XSum, news articles to summarise, and WMT16, German sentences to translate into English."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from data.benchmarks.question import Benchmark, Question, Style, text

@@ -1,7 +1,5 @@
 """The CTC drafter: T frames from one pass over the base's hidden states, collapsed into a draft tree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

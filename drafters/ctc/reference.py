@@ -17,8 +17,6 @@ The first token can enter even if it equals the root, because nothing is emitted
 merged (selfless CTC, arXiv 2110.03098), every token can enter from n and none stays: n_t(g.c) = enter_t(g.c).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The CTC drafter's other trees: the paper's own, and trees drawn from the frames for exact rejection sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafters that apply one decoder layer to its own output, one token at a time (EAGLE and its relatives)."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """EAGLE: one decoder layer that predicts the base's last hidden states, one after another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """EAGLE-3: one decoder layer over several fused base layers, trained on its own output as in drafting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The decoder layer of EAGLE's drafters, and its drafts: beams of nodes below each root, with tree attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Anchors: the training positions that drafts start from, and the labels that follow them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """A sum over anchors and its gradient, computed one chunk of anchors at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """How far a draft's next-token distribution is from the base's: KL divergence, and losses of the acceptance itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp

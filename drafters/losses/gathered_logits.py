@@ -1,7 +1,5 @@
 """Logits over the vocabulary with little memory: a few gathered columns, and exponentials for the normaliser."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

@@ -1,7 +1,5 @@
 """The weight of each label in a loss: by its depth, and, if asked for, only up to the draft's first failure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Losses over a sample of the vocabulary: the labels of a batch, and other tokens that stand for all the rest."""
 
-from __future__ import annotations
-
 import math
 
 import torch

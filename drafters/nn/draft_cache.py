@@ -1,7 +1,5 @@
 """The KV cache of a draft module; it holds committed positions only, never those of a draft."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

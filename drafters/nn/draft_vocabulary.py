@@ -1,7 +1,5 @@
 """The draft vocabulary: the tokens that a drafter can draft, if they are only a part of the base's vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Lookup: every frame reads the token that an earlier passage of the text has in its place, as in prompt lookup."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

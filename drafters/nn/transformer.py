@@ -1,7 +1,5 @@
 """Transformer layers of the learned drafters: rotary positions, attention over a context and a block, and the trunk."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import pi
 from typing import cast

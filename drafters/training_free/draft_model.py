@@ -1,7 +1,5 @@
 """Drafts of a smaller model, or of the base with sublayers skipped, alone and in a cascade with cheaper drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

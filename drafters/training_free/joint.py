@@ -1,7 +1,5 @@
 """The joint drafter: combines several training-free sources, weighted by how often each was right, in one tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush

@@ -1,7 +1,5 @@
 """Lookahead decoding: the base generates n-grams in addition to its text, and earlier ones are drafted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """N-gram drafters, which draft what followed the last tokens earlier in the same text, and the pool of n-grams."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Ouroboros: a pool of phrases speeds up and lengthens the drafts of a draft model, and verification refills it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from drafters.checks import check_at_least

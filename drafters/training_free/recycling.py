@@ -1,7 +1,5 @@
 """Token recycling: drafts the tokens that the base found probable after the same token before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal

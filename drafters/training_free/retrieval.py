@@ -1,7 +1,5 @@
 """Retrieval drafter: drafts what followed the last tokens in a large text, found in its suffix array."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Self-Draft: the base continues noisy branches in addition to the text, and their n-grams are drafted later."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Draft trees grown level by level, from a drafter that predicts the next token at every node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from math import inf, log
 

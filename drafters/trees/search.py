@@ -3,8 +3,6 @@
 Frames without a blank show one token each; frames with a blank are CTC frames, which collapse to a text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Static trees: paths of ranks, found once and filled with the most probable tokens of each draft."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush

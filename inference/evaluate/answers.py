@@ -3,8 +3,6 @@
 The lines have the form of FastChat, which Spec-Bench's tools read too.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

@@ -1,7 +1,5 @@
 """What becomes of draft tokens, step by step: by position, by length of the text, and in reasoning."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -1,7 +1,5 @@
 """``drafters eval``: measure several drafters side by side on the same questions."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Two evaluations of the same questions compared in pairs, with intervals that mark regressions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

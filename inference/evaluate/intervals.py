@@ -1,7 +1,5 @@
 """Uncertainty of measured numbers: confidence intervals over the questions, and the deviation between runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The figures of an evaluation, as pure functions of the recorded answers. A ratio whose denominator is 0 is None."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest

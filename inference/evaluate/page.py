@@ -1,7 +1,5 @@
 """The page of one or several evaluations: tables, plots and answers in one self-contained HTML file."""
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence

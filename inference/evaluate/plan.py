@@ -1,7 +1,5 @@
 """What an evaluation measures, and its conditions: data for every process, for the journal and for the results."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The plots of an evaluation: matplotlib figures of summaries, as PNG images."""
 
-from __future__ import annotations
-
 import io
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """Published answers counted again by every convention: those of EAGLE, Spec-Bench, CTC-drafter and `drafters eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

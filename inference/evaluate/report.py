@@ -1,7 +1,5 @@
 """``drafters report``: pages of evaluations, two evaluations compared, and published answers counted again."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict

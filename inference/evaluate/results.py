@@ -1,7 +1,5 @@
 """The results of evaluations: what a folder holds, and how folders under the same conditions become one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

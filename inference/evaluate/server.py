@@ -4,8 +4,6 @@ A fixed number of requests is on its way at any time: where one has ended, the n
 read from OPENAI_API_KEY only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

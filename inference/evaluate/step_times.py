@@ -1,7 +1,5 @@
 """How long answers take without other work on the machine: sums of median step times, by the tokens a step feeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import log
 from statistics import median

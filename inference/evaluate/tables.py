@@ -1,7 +1,5 @@
 """The tables of evaluations, for the terminal, Markdown, LaTeX and the page, and an evaluation in one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Decodes the answers of a plan, in this process or in one for each device, each into a journal of its own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import traceback

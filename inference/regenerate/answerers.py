@@ -1,7 +1,5 @@
 """What answers the prompts: the base in this process, or an OpenAI-compatible server that hosts it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

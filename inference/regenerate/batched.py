@@ -1,7 +1,5 @@
 """Decoding of many prompts in one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

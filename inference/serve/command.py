@@ -1,7 +1,5 @@
 """``drafters serve``: a web page that shows every step of decoding, and OpenAI's chat endpoint behind it."""
 
-from __future__ import annotations
-
 import os
 import socket
 from importlib.util import find_spec

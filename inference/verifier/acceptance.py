@@ -1,7 +1,5 @@
 """Acceptance: which part of a draft tree the base itself would have written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

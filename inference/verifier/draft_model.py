@@ -1,7 +1,5 @@
 """A session of a smaller model that drafts for the base; the drafters that use one hold it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Self-speculative decoding: the base drafts for itself with some sublayers switched off, on its own KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One base and its KV cache: a forward over pending tokens and draft tree, then commit what was accepted."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ One step extends the text by at least one token and runs the base once:
 The bonus token has not been fed to the base: it is the root of the next step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``drafters serve-command``: print the command that serves a base with a drafter."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Drafters in the formats of vLLM's own methods, as `drafters export --format vllm` writes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

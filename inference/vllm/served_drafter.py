@@ -1,7 +1,5 @@
 """Which drafters vLLM can serve, and what of the base they are checked against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

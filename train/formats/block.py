@@ -1,7 +1,5 @@
 """Block drafters: written as speculators' DSpark, read as DFlash and DSpark of speculators, SpecForge and DeepSpec."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

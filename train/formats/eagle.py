@@ -4,8 +4,6 @@ EAGLE is written and read as the EAGLE project's own checkpoints, which vLLM rea
 speculators' checkpoint, and read in the formats of speculators, SpecForge, DeepSpec and EAGLE itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

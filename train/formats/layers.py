@@ -1,7 +1,5 @@
 """The decoder layers of a draft module in the configurations and weights of public formats."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A drafter's folder in the format of another tool, and the fields that all checkpoints of speculators share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``drafters export --format vllm``: Medusa, EAGLE, EAGLE-3, and a block drafter as DSpark, as vLLM reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

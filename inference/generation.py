@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.templates import encode_prompt
 from drafters.protocol import Drafter
@@ -18,9 +20,6 @@ from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 

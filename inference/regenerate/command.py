@@ -1,12 +1,12 @@
 """``drafters regenerate``: let the base answer the prompts of a data set, so that a drafter learns the base's text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import load_conversations
 from data.files import atomic_write, safe_text, short_hash, validated
@@ -20,9 +20,6 @@ from inference.regenerate.own_prompts import own_prompts
 from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,17 @@
 """A conversation whose answers are regenerated turn by turn, and the exact tokens that training reads from it."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import REASONING, Conversation, Dropped
 from data.files import short_hash
 from data.templates import decode_answer, encode, encode_prompt, resolve_template
 from data.tokenizer import tokenizer_hash
 from inference.verifier.session import common_prefix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """Prompts that the base writes itself: what it puts where a user's message would stand (Magpie, arXiv 2406.08464)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation
 from data.templates import PRIVATE_USE, render
@@ -12,9 +12,6 @@ from inference.journal import Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, Request
 from inference.verifier.options import SamplingOptions
 from inference.verifier.sampling import derived_seed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SAMPLING = SamplingOptions(temperature=0.85)
 MAX_NEW_TOKENS = 192  # a longer message is left out

@@ -1,24 +1,19 @@
 """Tree attention: what each fed token may see, as additive masks, and where the positions of a draft tree end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PretrainedConfig
+from transformers.cache_utils import Cache
 
 from drafters.tree import DraftTree
 from inference.verifier.bitwise import EAGER, carrier, row_groups
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-    from transformers.cache_utils import Cache
 
 MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds many and its mask is needed once
 

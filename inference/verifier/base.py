@@ -1,7 +1,5 @@
 """The frozen base: loading it, its shape and weights, and the check that a drafter was trained for it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -12,10 +10,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import cause_of, check_files
 from data.gguf import end_tokens, is_gguf
@@ -25,9 +24,6 @@ from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"

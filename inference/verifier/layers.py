@@ -1,21 +1,17 @@
 """The base's forward: run behind a cache with masks of our own, or observed while the model itself runs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from inference.verifier.attention import Fed, attention_kinds
-
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
 
 # Embedding, decoder layers with rotary positions and a final norm, and nothing else in their forward.
 PLAIN_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}

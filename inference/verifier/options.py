@@ -1,17 +1,14 @@
 """Options that several commands share: which base is loaded, and how its tokens are sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
+from transformers import LogitsProcessor
 
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,13 @@
 """Logits processors of transformers, applied to the base's logits at the nodes of a draft tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from drafters.tree import DraftTree
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessor
 
 # Processors of transformers that read nothing but a row of scores, so a whole draft tree goes through them at once.
 READ_ONE_ROW = {
@@ -36,11 +32,7 @@ class ScoreProcessors:
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
-        self._processors: Any = ()
-        if processors:
-            from transformers import LogitsProcessorList
-
-            self._processors = LogitsProcessorList(processors)
+        self._processors: Any = LogitsProcessorList(processors)
         self.read_text = any(not is_one_of(READ_ONE_ROW, processor) for processor in processors)
 
     def __len__(self) -> int:

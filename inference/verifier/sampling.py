@@ -8,19 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafters.tree import ROOT, DraftTree
 from inference.verifier.acceptance import accept, accept_deepest, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
-
-if TYPE_CHECKING:
-    from transformers import LogitsProcessor
-
 
 LOWEST_TEMPERATURE = 1e-5
 """Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
@@ -141,8 +137,6 @@ class KeyedSampler(Sampler):
         seed: int = 0,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
         for is_valid, requirement, value in (
             (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
             (top_k >= 0, "top_k must be at least 0", top_k),

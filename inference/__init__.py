@@ -14,14 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["Base", "Generated", "IncrementalDetokenizer", "Speculation", "generate", "load_base", "speculate", "stream"]
 
 _HOMES = {
-    "Base": "verifier.base",
-    "load_base": "verifier.base",
-    "Generated": "generation",
-    "IncrementalDetokenizer": "generation",
-    "generate": "generation",
-    "stream": "generation",
-    "Speculation": "speculation",
-    "speculate": "speculation",
+    **dict.fromkeys(("Base", "load_base"), "verifier.base"),
+    **dict.fromkeys(("Generated", "IncrementalDetokenizer", "generate", "stream"), "generation"),
+    **dict.fromkeys(("Speculation", "speculate"), "speculation"),
 }
 
 

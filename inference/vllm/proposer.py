@@ -40,10 +40,12 @@ class Proposer(ABC):
 
         check_version(vllm.__version__)
         self.vllm_config = vllm_config
-        self.spec = str(_additional(vllm_config).get(KEY) or "")
+        additional = vllm_config.additional_config
+        options = additional if isinstance(additional, dict) else {}
+        self.spec = str(options.get(KEY) or "")
         if not self.spec:
             raise ValueError(f'no drafter is named: add --additional-config \'{{"{KEY}": "FOLDER"}}\'')
-        if not _additional(vllm_config).get(GREEDY_ONLY) and sampler_loses_temperatures():
+        if not options.get(GREEDY_ONLY) and sampler_loses_temperatures():
             raise ValueError(
                 "this build of vLLM loses the temperatures of requests as soon as it speculates, with any drafter, and "
                 f'draws wrong tokens above temperature 0: send greedy requests only, and say so by "{GREEDY_ONLY}": '
@@ -109,8 +111,3 @@ def sampler_loses_temperatures() -> bool:
     temperatures = torch.rand(2)
     repeated = expand_batch_to_tokens(temperatures, torch.tensor([1, 3]), 3)
     return not torch.equal(repeated, temperatures[[0, 1, 1]])
-
-
-def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
-    additional = vllm_config.additional_config
-    return additional if isinstance(additional, dict) else {}

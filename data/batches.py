@@ -7,10 +7,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 # Rows of this many batches are sorted by length together: few enough to shuffle well, enough to need little padding.
 BATCHES_PER_BUCKET = 50
@@ -23,9 +24,6 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     Returns ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store
     add ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store, padded with zeros.
     """
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
     ids = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
     masks = [torch.as_tensor(row["loss_mask"], dtype=torch.bool) for row in rows]
     batch = {

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -120,8 +121,6 @@ def unpack(packed: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def row_keys(rows: Dataset) -> list[bytes]:
     """Return the key of each row: a hash of its tokens and its loss mask, independent of the file it came from."""
-    import numpy as np
-
     found = []
     for batch in rows.with_format("arrow")[:].to_batches():
         columns = [(batch["input_ids"], np.int32), (batch["loss_mask"], np.int8)]

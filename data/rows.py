@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from data.conversations import Conversation, Dropped
 from data.files import disk_errors, hash_of
 from data.templates import encode, resolve_template
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -24,8 +26,6 @@ FORMAT_VERSION = 4  # part of the cache key: raise it when `encode` or the colum
 
 def describe(rows: Dataset) -> str:
     """Say in a line how many conversations and tokens a tokenised data set has."""
-    import pyarrow.compute as pc
-
     sizes, masks = sorted(lengths(rows)), rows.with_format("arrow")[:]["loss_mask"]
     learned = pc.sum(pc.list_flatten(masks)).as_py()
     return (
@@ -36,16 +36,11 @@ def describe(rows: Dataset) -> str:
 
 def lengths(rows: Dataset) -> list[int]:
     """Return the number of tokens of each row, computed from the table's offsets without reading the tokens."""
-    import pyarrow.compute as pc
-
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
 
 
 def assistant_token_counts(rows: Dataset, vocab_size: int) -> np.ndarray:
     """Count how often the assistant writes each token: (vocab_size,) int64."""
-    import numpy as np
-    import pyarrow.compute as pc
-
     counts = np.zeros(vocab_size, np.int64)
     for part in rows.with_format("arrow").iter(batch_size=1000):
         ids, mask = (pc.list_flatten(part[name]).to_numpy() for name in ("input_ids", "loss_mask"))
@@ -66,7 +61,6 @@ def tokenise(
     ValueError is raised if that leaves none. The folder of the cache is by default $DRAFTERS_CACHE, or else
     ~/.cache/drafters. Other arguments are those of `data.templates.encode`.
     """
-    import pyarrow as pa
     from datasets import Dataset
 
     folder = Path(cache_dir or os.environ.get("DRAFTERS_CACHE") or "~/.cache/drafters").expanduser()
@@ -100,8 +94,6 @@ def _identity(
 def _encode_all(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None
 ) -> pa.Table:
-    import numpy as np
-    import pyarrow as pa
     from tqdm.auto import tqdm
 
     refused = Dropped()

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from data.conversations import REASONING, Conversation, load_conversations
 from data.files import SafeConsole, short_hash
 from data.tokenizer import TEMPLATES, load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
@@ -226,8 +227,6 @@ class _Texts:
 
 def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
     """Decode tokens into a text that shows those inside the loss mask in bold green and the others dimmed."""
-    from rich.text import Text
-
     text, decoded, end = Text(), "", 0
     for is_masked_in, run in groupby(mask):
         end += len(list(run))

@@ -7,6 +7,7 @@ import torch
 from rich import box
 from rich.table import Table
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from data.benchmarks import Question, load_questions
 from data.files import SafeConsole, read_json_lines, reading
@@ -128,8 +129,6 @@ def replay(
         benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
         max_new_tokens: Maximum number of tokens of a turn in the recording.
     """
-    from transformers import PretrainedConfig
-
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
     base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)
     chosen = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}

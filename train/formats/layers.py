@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
 
 from data.files import reading, validated
 from drafters.protocol import BaseShape
@@ -88,8 +89,6 @@ def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, mode
 
     Raises ValueError if a setting has a wrong type, or the layers compute something that none here computes.
     """
-    from transformers import LlamaConfig, Qwen3Config
-
     if not isinstance(values, dict):
         checkpoint.refuse("config.json does not describe its layers")
     stated = {name: values[name] for name in SETTINGS if values.get(name) is not None}

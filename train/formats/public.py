@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from data.files import check_files, read_json, reading, validated
 from data.tokenizer import load_pretrained
@@ -144,8 +145,6 @@ class Target:
 
 def read_target(name: str) -> Target:
     """Read a base's configuration, without its weights."""
-    from transformers import AutoConfig
-
     context_length = load_base_info(name).context_length  # its errors say what to do if there is no such base
     config = load_pretrained(AutoConfig, name)
     stored = str(config.dtype).removeprefix("torch.")

@@ -29,12 +29,7 @@ class Journal:
             if its settings differ, ``replace_if_different`` drops them if its settings differ, ``replace`` drops them.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        settings: Mapping[str, Any],
-        existing: Existing = "continue",
-    ) -> None:
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], existing: Existing = "continue") -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append

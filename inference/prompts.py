@@ -38,10 +38,7 @@ class BenchmarkPrompts:
 
 
 def encode_messages(
-    base: Base | BaseConfig,
-    messages: Sequence[tuple[str, str]],
-    template: str,
-    tools: Sequence[Mapping[str, Any]] = (),
+    base: Base | BaseConfig, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
     """Return the token ids of a chat that waits for the assistant's next turn.
 

@@ -28,10 +28,7 @@ PARSER = {"exit_on_error": False, "allow_abbrev": False}
 
 
 def run(
-    args: list[str],
-    command: str,
-    module: type[L.LightningModule] = DrafterTraining,
-    tokenizer: str = "model.base",
+    args: list[str], command: str, module: type[L.LightningModule] = DrafterTraining, tokenizer: str = "model.base"
 ) -> None:
     """Parse the arguments after ``lightning``, and train or validate; ValueError if the arguments are wrong.
 

@@ -84,11 +84,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     chunk_anchors = 16  # anchors drafted at once on a known text
 
     def __init__(
-        self,
-        base: BaseShape,
-        layer: DraftLayer,
-        hidden_layers: Sequence[int],
-        draft: AutoregressiveDraftOptions,
+        self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
     ) -> None:
         super().__init__()
         check_hidden_layers(hidden_layers, base)

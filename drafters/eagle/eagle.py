@@ -82,11 +82,7 @@ class EAGLE(AutoregressiveDrafter):
         distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
         feature_loss = distances.sum() / num_terms
         divergences = distillation_loss(
-            options.divergence,
-            predicted,
-            lambda states: self.read(states, base_weights),
-            features,
-            base_weights.head,
+            options.divergence, predicted, lambda states: self.read(states, base_weights), features, base_weights.head
         )
         token_loss = divergences.sum() / num_terms
         loss = options.feature_weight * feature_loss + options.token_weight * token_loss

@@ -87,11 +87,7 @@ def distilled(kind: Divergence, logits: Tensor, last_hidden: Tensor, head: Tenso
 
 
 def distillation_loss(
-    kind: Divergence,
-    states: Tensor,
-    read: Callable[[Tensor], Tensor],
-    last_hidden: Tensor,
-    head: Tensor,
+    kind: Divergence, states: Tensor, read: Callable[[Tensor], Tensor], last_hidden: Tensor, head: Tensor
 ) -> Tensor:
     """`distilled` at each position (N,), where ``read`` maps the drafter's states (n, D) to its logits (n, V).
 

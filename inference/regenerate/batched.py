@@ -15,10 +15,7 @@ SHRINK = 0.75  # finished rows leave the batch once at most this share of its ro
 
 @torch.inference_mode()
 def decode_batch(
-    base: Base,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: Sequence[int],
-    samplers: Sequence[KeyedSampler] = (),
+    base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], samplers: Sequence[KeyedSampler] = ()
 ) -> list[list[int]]:
     """Continue B prompts, each to its own length.
 

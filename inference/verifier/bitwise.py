@@ -197,13 +197,7 @@ def _fold(group: RowGroup, num_heads: int, num_key_heads: int, value_width: int,
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: RowGroup,
-    folded: Folded,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, group: RowGroup, folded: Folded, scale: float, softcap: float | None
 ) -> Tensor:
     """Attention (K, N, e) in float32 of folded rows (K, N, d) over keys (K, C, d) and values (K, C, e)."""
     scores = _scores(query, key[:, group.tail], folded.tail_mask, scale, softcap)

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple, cast
 
 import drafters
 from data.files import read_json, reading
-from data.tokenizer import find_folder
+from data.tokenizer import find_folder, tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs
 from drafters.registry import Registration, find_class, learned, register, registered
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
-from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base, tokenizer_hash
+from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base
 from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner

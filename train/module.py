@@ -11,17 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.verifier.base import (
-    QUANTIZED_DTYPES,
-    Base,
-    Dtype,
-    base_hash,
-    keep_freed_memory,
-    load_base,
-    tokenizer_hash,
-)
+from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, keep_freed_memory, load_base
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial

@@ -5,16 +5,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from inference.evaluate import intervals
+from inference.evaluate import breakdowns, intervals
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.breakdowns import (
-    LengthRange,
-    PositionRate,
-    Reasoning,
-    acceptance_rates,
-    count_drafts,
-    length_ranges,
-)
+from inference.evaluate.breakdowns import LengthRange, PositionRate, Reasoning
 from inference.evaluate.intervals import UNKNOWN, Estimate, quotient
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier import session
@@ -134,13 +127,13 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
         acceptance=_acceptance(answers),
         speed=_speed(pairs, timed, timing_error(own_times, base_times)),
         by_category={category: _category(*zip(*own, strict=True)) for category, own in rows.items()},
-        by_position=length_ranges(answers),
+        by_position=breakdowns.length_ranges(answers),
     )
 
 
 def _acceptance(answers: Sequence[Answer]) -> Acceptance:
     turns = turns_of(answers)
-    steps, counts = decode_steps(turns), count_drafts([turn.steps for turn in turns])
+    steps, counts = decode_steps(turns), breakdowns.count_drafts([turn.steps for turn in turns])
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
     ended = [turn for answer in answers for turn, is_ended in zip(answer.turns, answer.ended, strict=True) if is_ended]
     own_steps = [decode_steps(answer.turns) for answer in answers]
@@ -150,7 +143,7 @@ def _acceptance(answers: Sequence[Answer]) -> Acceptance:
         ended=acceptance_length(ended),
         scratch_per_step=quotient(sum(step.fed_scratch for step in steps), len(steps)),
         draft_forwards_per_step=quotient(sum(step.draft_forwards for step in steps), len(steps)),
-        rates=acceptance_rates(own_steps),
+        rates=breakdowns.acceptance_rates(own_steps),
         **counts.figures(),
     )
 

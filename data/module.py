@@ -168,12 +168,9 @@ class ShareGPTData(L.LightningDataModule):
             source = StoredRows(self.store, self._places)
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
-        return loader_class(
-            source,
-            batch_sampler=BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens),
-            collate_fn=partial(collate, pad_id=self.pad_id),
-            num_workers=options["num_workers"],
-        )
+        sampler = BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens)
+        padded, num_workers = partial(collate, pad_id=self.pad_id), options["num_workers"]
+        return loader_class(source, batch_sampler=sampler, collate_fn=padded, num_workers=num_workers)
 
 
 def describe_epoch(batches: BucketSampler, trainer: L.Trainer | None) -> str:

@@ -86,12 +86,9 @@ class DraftTree:
 
     def with_scratch(self, tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
         """Return this tree with scratch nodes appended; ``parents`` are indices into the combined tree."""
-        return replace(
-            self,
-            tokens=[*self.tokens, *tokens],
-            parents=[*self.parents, *parents],
-            num_scratch=self.num_scratch + len(tokens),
-        )
+        num_scratch = self.num_scratch + len(tokens)
+        tokens, parents = [*self.tokens, *tokens], [*self.parents, *parents]
+        return replace(self, tokens=tokens, parents=parents, num_scratch=num_scratch)
 
     @property
     def num_candidates(self) -> int:

@@ -75,15 +75,10 @@ def progress_bars(
     To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Other columns
     may show the amount done, by default items of a total, and the rest; transient bars disappear when they are done.
     """
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        done or MofNCompleteColumn(),
-        rest or TimeRemainingColumn(),
-        console=SafeConsole(stderr=True),
-        transient=transient,
-        disable=not sys.stderr.isatty(),
-    )
+    title = TextColumn("{task.description}", markup=False)
+    columns = title, BarColumn(), done or MofNCompleteColumn(), rest or TimeRemainingColumn()
+    is_hidden = not sys.stderr.isatty()
+    return Progress(*columns, console=SafeConsole(stderr=True), transient=transient, disable=is_hidden)
 
 
 @contextmanager

@@ -11,12 +11,7 @@ from data.benchmarks.question import Benchmark, Question, Run, Style
 from data.files import MALFORMED, open_bytes, reading
 from data.sources import Rows, read_rows
 
-BENCHMARKS: dict[str, Benchmark] = {
-    **dialogue.BENCHMARKS,
-    **mathematics.BENCHMARKS,
-    **programs.BENCHMARKS,
-    **texts.BENCHMARKS,
-}
+BENCHMARKS = dialogue.BENCHMARKS | mathematics.BENCHMARKS | programs.BENCHMARKS | texts.BENCHMARKS
 
 
 def find_benchmark(name: str) -> tuple[Benchmark, Style]:

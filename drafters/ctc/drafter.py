@@ -141,13 +141,6 @@ class CTC(ParallelDrafter):
             logits = vocabulary.spread(logits, -torch.inf)  # (T, V + 1)
             bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
         num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
-        return draw(
-            logits,
-            root,
-            self.draws,
-            SearchLimits(num_nodes, limits.max_depth, limits.eos),
-            np.random.default_rng((limits.draft_seed, self.draw_seed)),
-            bias,
-            self.draw_temperature,
-            self.merge_repeats,
-        )
+        within = SearchLimits(num_nodes, limits.max_depth, limits.eos)
+        generator = np.random.default_rng((limits.draft_seed, self.draw_seed))
+        return draw(logits, root, self.draws, within, generator, bias, self.draw_temperature, self.merge_repeats)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,16 +165,13 @@ class EAGLE3(AutoregressiveDrafter):
         total, weights = torch.zeros((), device=counts.device), 0.0
         losses: list[Tensor] = []
         inputs = batch.hidden[:, :-2], batch.input_ids[:, 1:-1], base_weights
+        draft_logits = partial(self.draft_logits, base_weights=base_weights)
         for depth, states in enumerate(self.unroll(*inputs, options.num_unroll)):
             if depth:
                 counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]
             counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
             divergences = distillation_loss(
-                options.divergence,
-                states[counted],
-                lambda x: self.draft_logits(x, base_weights),
-                last_hidden[counted],
-                drafted.head,
+                options.divergence, states[counted], draft_logits, last_hidden[counted], drafted.head
             )
             losses.append(divergences.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth

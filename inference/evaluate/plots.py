@@ -75,20 +75,16 @@ def plot_bars(
     summaries = {name: summary for name, summary in summaries.items() if name == first or not summary.is_baseline}
     estimates = [read(summary) for summary in summaries.values()]
     figure, axes = _figure(1.5 + 0.36 * len(summaries), title)
-    axes.barh(
-        range(len(estimates)),
-        [e.value or 0.0 for e in estimates],
-        color=[colours[name] for name in summaries],
-        height=0.68,
-    )
+    values = [estimate.value or 0.0 for estimate in estimates]
+    axes.barh(range(len(values)), values, color=[colours[name] for name in summaries], height=0.68)
     ends = [1.0]
-    for row, (value, interval) in enumerate((estimate.value or 0.0, estimate.interval) for estimate in estimates):
-        low, high = interval or (value, value)
+    for row, (value, estimate) in enumerate(zip(values, estimates, strict=True)):
+        low, high = estimate.interval or (value, value)
         if low < high:
             axes.plot([low, high], [row, row], color=INK, linewidth=1.2, marker="|", markersize=7)
             label += "; whiskers: 95 %" * ("whiskers" not in label)
         ends.append(max(value, high))
-        text = "not measured" if estimates[row].value is None else f"{value:.2f}{unit}"
+        text = "not measured" if estimate.value is None else f"{value:.2f}{unit}"
         axes.annotate(text, (ends[-1], row), (5, 0), textcoords="offset points", va="center")
     axes.axvline(1, color=INK, linewidth=1, linestyle=DASHED)
     axes.set_xlim(0, 1.17 * max(ends))
@@ -163,14 +159,11 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
         plot_bars,
         title="Speed-up over the baseline",
         label="dashed: the baseline",
-        read=lambda summary: summary.speed.speedup,
+        read=lambda s: s.speed.speedup,
         unit="×",
     ),
     "acceptance": partial(
-        plot_bars,
-        title="Acceptance length",
-        label="tokens per base forward",
-        read=lambda summary: summary.acceptance.length,
+        plot_bars, title="Acceptance length", label="tokens per base forward", read=lambda s: s.acceptance.length
     ),
     "depths": plot_depths,
     "phases": plot_phases,

@@ -92,13 +92,9 @@ class Server:
 
     def __init__(self, url: str, base: BaseConfig, template: str, is_ours: bool = False) -> None:
         self.root, self.base, self.template = url.rstrip("/").removesuffix("/v1"), base, template
-        self.client = openai.OpenAI(
-            base_url=f"{self.root}/v1",
-            api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            timeout=TIMEOUT,
-            max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False) if is_ours else None,
-        )
+        url, key = f"{self.root}/v1", os.environ.get("OPENAI_API_KEY", "none")
+        client = openai.DefaultHttpxClient(trust_env=False) if is_ours else None
+        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=0, http_client=client)
         self.model, self.context_length, self.is_chat, self.sends_ids = "", base.context_length, False, True
         self._encoding = Lock()  # a tokenizer is used by one thread at a time
 

@@ -1,6 +1,7 @@
 """Decoding of many prompts in one batch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,15 +40,9 @@ def decode_batch(
     is_unfinished = [True] * len(prompts)
     # An index, as a slice of a prompt's states is not contiguous: the LM head would be copied for each row on a CPU.
     last = torch.tensor([-1], device=device)
+    options: dict[str, Any] = {"use_cache": True, "logits_to_keep": last, **cache_argument(base.model, cache)}
     for end in range(width, width + max(max_new_tokens)):
-        logits = base.model(
-            fed,
-            attention_mask=attended[:, :end],
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=last,
-            **cache_argument(base.model, cache),
-        ).logits
+        logits = base.model(fed, attention_mask=attended[:, :end], position_ids=positions, **options).logits
         if samplers:
             numbers = [samplers[row].uniform(len(prompts[row]) + len(answers[row])) for row in rows]
             picks = draw_tokens(samplers[0].probabilities(logits[:, -1]), numbers)  # (B,)

@@ -105,15 +105,10 @@ def row_groups(
             is_visible[:, :num_before] &= tail[:num_before] <= positions[rows, None]
             is_visible[:, num_before:] &= sees_node[np.ix_(rows, nodes)]
             missing = max(0, MIN_TAIL - len(tail))  # filled up with the first key, which is masked there
-            groups.append(
-                RowGroup(
-                    rows,
-                    slice(begin, end),
-                    first[rows, None] <= np.arange(begin, end),
-                    _index(np.pad(tail, (0, missing), constant_values=tail[0])),
-                    np.pad(is_visible, ((0, 0), (0, missing))),
-                )
-            )
+            tail_index = _index(np.pad(tail, (0, missing), constant_values=tail[0]))
+            sees_aligned = first[rows, None] <= np.arange(begin, end)
+            sees_tail = np.pad(is_visible, ((0, 0), (0, missing)))
+            groups.append(RowGroup(rows, slice(begin, end), sees_aligned, tail_index, sees_tail))
     return groups
 
 

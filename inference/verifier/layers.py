@@ -100,18 +100,11 @@ def compute_hidden_states(model: nn.Module, fed: Fed, layers: Collection[int] = 
     rotary = decoder.rotary_emb(state, position_ids=fed.positions)
     states = {0: state} if 0 in layers else {}
     decoder_layers = decoder.layers._modules.values()  # iterating over the ModuleList itself is slower
-    cached = cache_argument(decoder.layers[0], fed.cache)
-    for number, (decoder_layer, kind) in enumerate(
-        zip(decoder_layers, attention_kinds(decoder.config), strict=True), start=1
-    ):
-        state = decoder_layer(
-            state,
-            attention_mask=fed.masks[kind],
-            position_embeddings=rotary,
-            position_ids=fed.positions,
-            use_cache=True,
-            **cached,
-        )
+    cached: dict[str, Any] = cache_argument(decoder.layers[0], fed.cache)
+    options = {"position_embeddings": rotary, "position_ids": fed.positions, "use_cache": True, **cached}
+    kinds = attention_kinds(decoder.config)
+    for number, (decoder_layer, kind) in enumerate(zip(decoder_layers, kinds, strict=True), start=1):
+        state = decoder_layer(state, attention_mask=fed.masks[kind], **options)
         if number in layers:
             states[number] = state
     last_hidden = decoder.norm(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from data.features import (
     unpack,
     write_shard,
 )
-from data.files import checksum, safe_text, short_hash
+from data.files import checksum, hash_of, safe_text, short_hash
 from data.rows import describe, lengths, tokenise
 from data.templates import resolve_template
 from data.tokenizer import tokenizer_hash
@@ -178,7 +177,7 @@ def features(
         layers=numbers,
         hidden_size=loaded.shape.hidden_size,
         dtype=dtype,
-        rows=hashlib.sha256(b"".join(row.key for shard in shards for row in shard)).hexdigest(),
+        rows=hash_of(row.key for shard in shards for row in shard),
         num_rows=sum(map(len, shards)),
         num_tokens=sum(row.length for shard in shards for row in shard),
         shard_bytes=int(shard_megabytes * 2**20),

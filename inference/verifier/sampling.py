@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from drafters.checks import check_at_least
 from drafters.tree import ROOT, DraftTree
 from inference.verifier.acceptance import accept, accept_deepest, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
@@ -137,14 +138,11 @@ class KeyedSampler(Sampler):
         seed: int = 0,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        for is_valid, requirement, value in (
-            (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
-            (top_k >= 0, "top_k must be at least 0", top_k),
-            (0 < top_p <= 1, "top_p must be above 0 and at most 1", top_p),
-            (seed >= 0, "seed must be at least 0", seed),
-        ):
-            if not is_valid:
-                raise ValueError(f"{requirement}, not {value}")
+        if not 0 < temperature < inf:
+            raise ValueError(f"temperature must be a number above 0, or 0 to decode greedily, not {temperature}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+        check_at_least(0, top_k=top_k, seed=seed)
         self.seed = seed
         warpers: list[LogitsProcessor] = []
         if temperature != 1.0:

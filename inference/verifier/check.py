@@ -141,33 +141,30 @@ def _check_text(runner: Any, length: int) -> None:
     nodes = [first[0], second[0], first[1], second[1]]
     own_tree = torch.stack([own[0, 3], own[0, 4], own[1, 4], own[0, 5], own[1, 5]])
 
-    def run(where: str, pending: Sequence[int], tree: DraftTree) -> Tensor:
-        with _one_line_errors(base, where):
-            return runner.forward(pending, tree, NOTHING).logits
+    compared: list[tuple[str, Tensor, Tensor]] = []
 
-    plain = run("a plain forward", text[:cut], DraftTree())
+    def run(where: str, pending: Sequence[int], tree: DraftTree, expected: Tensor) -> None:
+        with _one_line_errors(base, where):
+            compared.append((where, runner.forward(pending, tree, NOTHING).logits, expected))
+
+    run("a plain forward", text[:cut], DraftTree(), own[0, :1])
     runner.commit([])
-    cached = run("a forward behind a cache", text[cut:-1], DraftTree())
+    run("a forward behind a cache", text[cut:-1], DraftTree(), own[0, 2:3])
     runner.commit([])
-    wrong = run("a draft tree", root, DraftTree(nodes, range(-1, 3)))  # as if all nodes were one path
+    run("a draft tree", root, DraftTree(nodes, range(-1, 3)), own_tree)  # as if all nodes were one path
+    _, wrong, _ = compared.pop()
     runner.rollback()
-    tree = run("a draft tree", root, DraftTree(nodes, TREE))
+    run("a draft tree", root, DraftTree(nodes, TREE), own_tree)
     runner.commit([1, 3])
-    after = run("a forward after an accepted draft", second[2:], DraftTree())
+    run("a forward after an accepted draft", second[2:], DraftTree(), own[1, 6:])
     runner.reset()
     positions = [*range(len(text)), runner.prepare(len(text)) - 1]  # one more token at the last position of draft trees
-    with _one_line_errors(runner.base, "a forward whose last position is far away"):
-        far = runner.forward_at([*text, *root], positions, 5)[:4]
+    with _one_line_errors(base, far := "a forward whose last position is far away"):
+        compared.append((far, runner.forward_at([*text, *root], positions, 5)[:4], own[0, :4]))
 
     lowest, highest = rounding_limits(base.model, own.dtype)
     limit = min(max(difference(wrong[2:], own_tree[2:]) / 4, lowest), highest)
-    for where, logits, expected in (
-        ("a plain forward", plain, own[0, :1]),
-        ("a forward behind a cache", cached, own[0, 2:3]),
-        ("a draft tree", tree, own_tree),
-        ("a forward after an accepted draft", after, own[1, 6:]),
-        ("a forward whose last position is far away", far, own[0, :4]),
-    ):
+    for where, logits, expected in compared:
         if not (found := difference(logits, expected)) <= limit:
             raise ValueError(
                 f"{base.name} is not supported: in {where} its logits are not those of the model's own forward (they "

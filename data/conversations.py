@@ -48,10 +48,8 @@ class Conversation:
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the messages as the dicts that chat templates read."""
-        return [
-            {"role": role, "content": text} | self.details.get(index, {})
-            for index, (role, text) in enumerate(self.messages)
-        ]
+        messages = enumerate(self.messages)
+        return [{"role": role, "content": text} | self.details.get(index, {}) for index, (role, text) in messages]
 
 
 @dataclass
@@ -183,9 +181,8 @@ def _exchange(record: dict) -> list[dict] | None:
         pairs = [(turn.get("user"), turn.get("bot")) for turn in turns]
     else:
         return None
-    return [
-        {"role": role, "content": pair[place]} for pair in pairs for place, role in enumerate(("user", "assistant"))
-    ]
+    roles = "user", "assistant"
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _message(turn: object) -> tuple[str, str, dict[str, Any]]:

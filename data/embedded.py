@@ -54,9 +54,7 @@ def conversations(count: int, seed: int) -> list[dict]:
     records = []
     for n in range(count):
         turns = _draw(rng, rng.choice(list(KINDS)), held_out=False)[: rng.choices([1, 2, 3], [15, 70, 15])[0]]
-        said = [
-            {"from": who, "value": text} for turn in turns for who, text in zip(("human", "gpt"), turn, strict=True)
-        ]
+        said = [{"from": by, "value": text} for turn in turns for by, text in zip(("human", "gpt"), turn, strict=True)]
         records.append({"id": f"embedded-{seed}-{n}", "conversations": said})
     return records
 

@@ -209,9 +209,8 @@ class FeatureStore:
                 starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
                 columns = [f"layer.{layer}" for layer in self.manifest.layers]
                 columns += [f"scale.{layer}" for layer in self.manifest.layers if self.manifest.dtype == "int8"]
-                sizes = {
-                    opened.get_slice(name).get_shape()[0] for name in (*columns, "input_ids", "loss_mask", "labels")
-                }
+                columns += ["input_ids", "loss_mask", "labels"]
+                sizes = {opened.get_slice(name).get_shape()[0] for name in columns}
                 if sizes != {shard.num_tokens} or starts != sorted(starts) or starts[-1] != shard.num_tokens:
                     raise ValueError("it is not the file that the manifest describes")
             for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):

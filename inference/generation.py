@@ -67,9 +67,8 @@ class GenerateOptions(SamplingOptions):
         elif self.tokenizer is None:
             raise ValueError("a model of transformers comes without its tokenizer: pass tokenizer=...")
         else:
-            base = Base(
-                base.name_or_path or type(base).__name__, base, self.tokenizer, self.check, bitwise=self.bitwise
-            )
+            name = base.name_or_path or type(base).__name__
+            base = Base(name, base, self.tokenizer, self.check, bitwise=self.bitwise)
         check_config(base)
         return base
 
@@ -124,9 +123,7 @@ def generate(
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
             for prompt, sampler in zip(encoded, samplers, strict=True)
         ]
-    return [
-        Generated(_decode(base.tokenizer, each.tokens), each.tokens, each.steps, each.seconds) for each in generations
-    ]
+    return [Generated(_decode(base.tokenizer, own.tokens), own.tokens, own.steps, own.seconds) for own in generations]
 
 
 def stream(

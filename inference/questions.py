@@ -42,10 +42,8 @@ class QuestionOptions:
 
     def caps(self) -> dict[str, int]:
         """The maximum number of tokens of an answer, by benchmark."""
-        return {
-            name: benchmarks.length_cap(name) if self.max_new_tokens is None else self.max_new_tokens
-            for name in self.files()
-        }
+        given = self.max_new_tokens
+        return {name: benchmarks.length_cap(name) if given is None else given for name in self.files()}
 
     def load(self) -> dict[str, list[Question]]:
         """Load the rows of each benchmark; raises ValueError for a mistake in the options, before a base is loaded."""

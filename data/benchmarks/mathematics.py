@@ -67,9 +67,8 @@ def boxed_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
 
     Formulas that take it longer than `JUDGEMENT_SECONDS` are left out; ``not judged`` is the percentage of them.
     """
-    judgements = [
-        is_right_formula(question.reference or "", text) for question, text in zip(questions, texts, strict=True)
-    ]
+    pairs = zip(questions, texts, strict=True)
+    judgements = [is_right_formula(question.reference or "", text) for question, text in pairs]
     judged = [is_right for is_right in judgements if is_right is not None]
     found = {"exact match": 100 * sum(judged) / len(judged)} if judged else {}
     num_missing = len(judgements) - len(judged)

@@ -65,10 +65,8 @@ def bleu_and_chrf(questions: Sequence[Question], texts: Sequence[str]) -> dict[s
     import sacrebleu
 
     references = [[question.reference or "" for question in questions]]
-    return {
-        "BLEU": sacrebleu.corpus_bleu(list(texts), references).score,
-        "chrF": sacrebleu.corpus_chrf(list(texts), references).score,
-    }
+    bleu, chrf = sacrebleu.corpus_bleu(list(texts), references), sacrebleu.corpus_chrf(list(texts), references)
+    return {"BLEU": bleu.score, "chrF": chrf.score}
 
 
 BENCHMARKS = {

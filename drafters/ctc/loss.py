@@ -114,10 +114,8 @@ def ctc_loss(
     size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
     num_anchors = divisor(anchored.valid[:, 0].sum())
-    return loss / num_anchors, {
-        "blank_share": blank_share / num_anchors,
-        "expected_acceptance": acceptance / num_anchors,
-    }
+    metrics = {"blank_share": blank_share / num_anchors, "expected_acceptance": acceptance / num_anchors}
+    return loss / num_anchors, metrics
 
 
 def sequence_loss(exact: Tensor, valid: Tensor) -> Tensor:

@@ -142,9 +142,8 @@ class EAGLE3(AutoregressiveDrafter):
             all_keys.append(keys)
             all_values.append(values)
             mask = unroll_mask(num_positions, depth, self.window, tokens.device)
-            attended = F.scaled_dot_product_attention(
-                queries, torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2), attn_mask=mask
-            )
+            keys, values = torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
             states = self.layer(residual, attended)
             yield states
             states = F.pad(states, (0, 0, 1, 0))[:, :-1]

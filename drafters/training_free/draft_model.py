@@ -103,10 +103,8 @@ class DraftModel(Drafter):
             return DraftTree()
         drafted = self.inner.write(seq, room, limits.eos, self.threshold, limits.draft_seed)
         self.draft_forwards = self.inner.forwards
-        distributions = (
-            ChildDistribution(node - 1, probs, (node,)) for node, probs in enumerate(drafted.distributions)
-        )
-        return replace(DraftTree.chain(drafted.tokens), distributions=tuple(distributions))
+        drawn = (ChildDistribution(node - 1, probs, (node,)) for node, probs in enumerate(drafted.distributions))
+        return replace(DraftTree.chain(drafted.tokens), distributions=tuple(drawn))
 
     def rewind(self, length: int) -> None:
         self.inner.rewind(length)

@@ -59,9 +59,8 @@ class REST(Drafter):
         first, last, matched = self.store.longest_match(seq, self.longest, self.shortest)
         if not matched or room < 1 or deepest < 1:
             return DraftTree()
-        places = (
-            self.store.suffixes[first : min(last, first + self.num_hits)] + self._offsets[matched : matched + deepest]
-        )
+        last = min(last, first + self.num_hits)
+        places = self.store.suffixes[first:last] + self._offsets[matched : matched + deepest]
         columns = self.store.tokens.take(places, mode="clip")  # (depth, hits); the last token of the text is a border
         tree = most_frequent(columns, room, self.store.border, limits.eos)
         return officially_cut(tree, room) if self.official_cut else tree

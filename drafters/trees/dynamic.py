@@ -43,10 +43,8 @@ def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimit
         logits = step(tokens.gather(1, index), index // best.indices.shape[-1])
     floor = log(limits.min_probability) if limits.min_probability > 0 else -inf
     found = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
-    return [
-        _best_nodes(parents, tokens, scores, limits.num_nodes, floor)
-        for parents, tokens, scores in found.swapaxes(1, 2)
-    ]
+    nodes = found.swapaxes(1, 2)
+    return [_best_nodes(parents, tokens, scores, limits.num_nodes, floor) for parents, tokens, scores in nodes]
 
 
 def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes: int, floor: float) -> DraftTree:

@@ -171,10 +171,7 @@ def comparable(answer: Answer) -> list[Any]:
 
 def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
     """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
-    return [
-        sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
-        for answers in zip(*repeats, strict=True)
-    ]
+    return [sorted(own, key=lambda answer: answer.seconds)[(len(own) - 1) // 2] for own in zip(*repeats, strict=True)]
 
 
 # ---- JSON lines

@@ -293,7 +293,7 @@ def measure(
     the levels, which are numbers of requests at once. ``on_answers`` is told the number of further answers.
     """
     with Journal(journal_path, asdict(conditions), "replace" if overwrite else "continue") as journal:
-        runs, template = _read_runs(journal), conditions.template
+        runs, template, caps = _read_runs(journal), conditions.template, conditions.caps
         for number, (drafter, own) in enumerate(conditions.drafters.items()):
             missing = [(name, level) for level in levels for name in prompts if (name, drafter, level) not in runs]
             on_answers(sum(len(prompts[n].questions) for n in prompts for level in levels if (n, level) not in missing))
@@ -312,9 +312,7 @@ def measure(
                     note = f"{drafter} sends no token ids: they are encoded again from its texts, so that an equal "
                     journal.append({"note": "" if server.sends_ids else f"{note}answer may count as another"})
                     for benchmark, level in group:
-                        run = _measure(
-                            server, drafter, prompts[benchmark], level, conditions.caps[benchmark], on_answers
-                        )
+                        run = _measure(server, drafter, prompts[benchmark], level, caps[benchmark], on_answers)
                         counts = {} if launch and own.spec == BASELINE else run.counts  # vLLM alone counts nothing
                         about = {"benchmark": benchmark, "drafter": drafter, "concurrency": level, "counts": counts}
                         answers = [to_json(answer) for answer in run.answers]

@@ -26,9 +26,8 @@ class MedianStepTimes:
         answers = [answer for repeat in repeats for answer in repeat]
         turns = [turn for answer in answers for turn in answer.turns]
         self._costs = median_costs((_kind(step), seconds) for turn in turns for step, seconds in own_times(turn)[1:])
-        self._prefills = median_costs(
-            (step.fed_pending, seconds) for turn in turns for step, seconds in own_times(turn)[:1]
-        )
+        prefills = [own_times(turn)[0] for turn in turns if turn.steps]
+        self._prefills = median_costs((step.fed_pending, seconds) for step, seconds in prefills)
         self._rest = median(map(_rest, turns)) if turns else 0.0
         self.rounds: dict[int, list[Answer]] = {}  # the answers of all repeats, by question
         for answer in answers:

@@ -189,10 +189,8 @@ class CollectedAnswers:
     def repeats(self, benchmark: str, drafter: str) -> list[list[Answer]]:
         """A drafter's answers of each complete repeat, in the order of the questions."""
         indices = range(len(self.plan.questions[benchmark]))
-        return [
-            [self.answers[benchmark, repeat][index, drafter] for index in indices]
-            for repeat in range(self.num_repeats(benchmark))
-        ]
+        rounds = (self.answers[benchmark, repeat] for repeat in range(self.num_repeats(benchmark)))
+        return [[answers[index, drafter] for index in indices] for answers in rounds]
 
     def timing_errors(self, benchmark: str, num_repeats: int) -> dict[str, float | None]:
         """The `timing_error` of each drafter's speed-up, from the first repeats of a benchmark."""

@@ -80,10 +80,8 @@ class BufferCache(Cache):
         else:
             self.buffer = old.new_empty(*old.shape[:4], self.capacity, old.shape[5])
             self.buffer[..., : old.shape[-2], :] = old
-        self.views = [
-            (keys[..., : self._widths[0]], values[..., : self._widths[1]])
-            for keys, values in zip(*self.buffer, strict=True)
-        ]
+        width, value_width = self._widths
+        self.views = [(keys[..., :width], values[..., :value_width]) for keys, values in zip(*self.buffer, strict=True)]
         for layer, (keys, values) in self._own.items():
             self._own[layer] = self.views[layer] = self._longer(keys), self._longer(values)
 

@@ -236,9 +236,8 @@ def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: tor
         is_near = is_visible
         if span <= length:
             is_near = is_visible & (key_positions >= first_visible(kind, span, positions)[:, None])
-        masks[kind] = torch.zeros(is_near.shape, dtype=dtype, device=inputs.device).masked_fill(
-            ~is_near, torch.finfo(dtype).min
-        )[None, None]
+        mask = torch.zeros(is_near.shape, dtype=dtype, device=inputs.device)
+        masks[kind] = mask.masked_fill(~is_near, torch.finfo(dtype).min)[None, None]
     return masks
 
 

@@ -116,9 +116,8 @@ class Runner:
 
     def forward_at(self, tokens: Sequence[int], positions: Sequence[int], num_logits: int) -> Tensor:
         """Run the base over a text at any rising positions, with an empty cache, and return its last logits."""
-        return run_base(
-            self.causal_lm, self.attention.feed(tokens, DraftTree(), 0, self._cache, positions), num_logits
-        )[0]
+        fed = self.attention.feed(tokens, DraftTree(), 0, self._cache, positions)
+        return run_base(self.causal_lm, fed, num_logits)[0]
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:

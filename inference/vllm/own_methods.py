@@ -120,9 +120,8 @@ def _read(folder: Path) -> OwnMethod | None:
         fused = validated(FusedLayers, config.get("eagle_config") or {}).eagle_aux_hidden_state_layer_ids
         layers = validated(tuple[int, ...], config.get("eagle_aux_hidden_state_layer_ids") or fused or (0,))
         proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
-        num_tokens = (
-            validated(int | None, config.get("num_heads")) if method == "medusa" else next(iter(proposed), None)
-        )
+        own = config.get("num_heads") if method == "medusa" else next(iter(proposed), None)
+        num_tokens = validated(int | None, own)
     last_layer = max(layers) if method == "eagle3" else 0
     return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes, last_layer)
 

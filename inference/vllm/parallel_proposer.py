@@ -185,9 +185,8 @@ class ParallelProposer(Proposer):
         states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
         hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
         tokens = inputs["input_ids"][None, :num_fed] if self.drafter.tokens_in_context else None
-        context = self.drafter.context(
-            hidden[None], inputs["positions"][None, :num_fed], tokens, self.weights.embedding
-        )
+        positions = inputs["positions"][None, :num_fed]
+        context = self.drafter.context(hidden[None], positions, tokens, self.weights.embedding)
         cache.write(metadata.slot_mapping[:num_fed].long(), context)
         block_size: Any = self.vllm_config.cache_config.block_size
         if self.fed is None:

@@ -58,9 +58,8 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
     chain = {"tree": "chain", "num_nodes": num_tokens}
-    return drafter_specs.drafter_folder(folder or ""), replace(
-        config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
-    )
+    init_args = config.init_args | {recipe.DRAFT: draft | chain}
+    return drafter_specs.drafter_folder(folder or ""), replace(config, init_args=init_args)
 
 
 def chain_builder(spec: str, base: BaseConfig, num_tokens: int) -> Callable[[], Drafter]:

@@ -73,10 +73,8 @@ class Followers:
         idle = [follower for follower in self._followers if follower not in found]
         chosen = [best or (idle.pop() if idle else Follower(self._build())) for best in found]
         self._followers = [*idle, *chosen]
-        return [
-            follower.propose(text, limits, fits=best is not None)
-            for follower, text, best in zip(chosen, texts, found, strict=True)
-        ]
+        rows = zip(chosen, texts, found, strict=True)
+        return [follower.propose(text, limits, fits=best is not None) for follower, text, best in rows]
 
 
 class TextProposer(Proposer):

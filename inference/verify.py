@@ -155,15 +155,13 @@ def _table(comparisons: dict[str, Comparison], tests: dict[str, EqualityResult],
     table = Table()
     is_bitwise = any(comparison.num_equal_logits is not None for comparison in comparisons.values())
     columns = ["drafter", "identical answers", *["equal logits"] * is_bitwise, "acceptance length"]
-    for column in (*columns, *(["p-value"] if tests else [])):
+    for column in (*columns, *["p-value"] * bool(tests)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    for name, comparison in comparisons.items():
-        colour = "red" if comparison.divergences else "green"
-        identical = RichText(f"{comparison.num_identical}/{num_prompts}", style=colour)
+    for name, own in comparisons.items():
+        identical = RichText(f"{own.num_identical}/{num_prompts}", style="red" if own.divergences else "green")
+        equal = "" if own.num_equal_logits is None else f"{own.num_equal_logits}/{num_prompts}"
         p_value = [f"{tests[name].p_value:.2g}"] if tests else []
-        num_equal = comparison.num_equal_logits
-        equal = ["" if num_equal is None else f"{num_equal}/{num_prompts}"] * is_bitwise
-        table.add_row(name, identical, *equal, f"{comparison.acceptance_length:.2f}", *p_value)
+        table.add_row(name, identical, *[equal] * is_bitwise, f"{own.acceptance_length:.2f}", *p_value)
     return table
 
 

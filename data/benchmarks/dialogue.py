@@ -9,10 +9,8 @@ from data.benchmarks.texts import bleu_and_chrf, rouge
 FIELDS = "question_id, category, turns"
 MT_BENCH_CATEGORIES = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-SPEED_BENCH_CONFIGURATIONS = {
-    "speed_bench": "qualitative",
-    **{f"speed_bench_{length}": f"throughput_{length}" for length in ("1k", "2k", "8k", "16k", "32k")},
-}
+SPEED_BENCH_CONFIGURATIONS = {"speed_bench": "qualitative"}
+SPEED_BENCH_CONFIGURATIONS |= {f"speed_bench_{n}k": f"throughput_{n}k" for n in (1, 2, 8, 16, 32)}
 
 
 def read_turns(row: Mapping, index: int) -> Question:

@@ -32,10 +32,9 @@ def read(row: Mapping, index: int) -> Question:
 
 def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Percentage of answers whose final number equals that of the reference."""
-    right = [
-        final_number(text) is not None and final_number(text) == final_number(question.reference or "")
-        for question, text in zip(questions, texts, strict=True)
-    ]
+    pairs = zip(questions, texts, strict=True)
+    numbers = [(final_number(text), final_number(question.reference or "")) for question, text in pairs]
+    right = [own is not None and own == expected for own, expected in numbers]
     return {"exact match": 100 * sum(right) / len(right)}
 
 

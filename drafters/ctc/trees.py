@@ -109,10 +109,8 @@ def draw(
     frames = FrameDistributions(logits, tempered(last) if tempered else None)
     distribution = spell(frames, last, above, merge_repeats).next_token_probs()
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
-    distributions = (
-        ChildDistribution(node, probs, tuple(children))
-        for (node, children), probs in zip(draws.items(), distribution, strict=True)
-    )
+    pairs = zip(draws.items(), distribution, strict=True)
+    distributions = (ChildDistribution(node, probs, tuple(children)) for (node, children), probs in pairs)
     return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))
 
 

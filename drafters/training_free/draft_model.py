@@ -51,14 +51,10 @@ class DraftSession(Protocol):
         threshold: float = 0.0,
         draft_seed: int = 0,
     ) -> DraftedTokens:
-        """Continue ``seq``. Tokens written earlier that are not part of it are dropped.
+        """Continue ``seq``, which extends that of the previous call, by up to ``num_tokens`` tokens.
 
-        Args:
-            seq: The text so far; it extends the ``seq`` of the previous call.
-            num_tokens: Largest number of tokens to write.
-            eos: End-of-sequence tokens; writing stops after one.
-            threshold: Writing stops after a token whose probability is below this.
-            draft_seed: Seed of the random numbers, if tokens are sampled; see `Limits`.
+        Tokens written earlier that are not part of it are dropped. Writing stops after one of ``eos`` and after a token
+        whose probability is below the threshold. The seed is that of sampled tokens, see `Limits`.
         """
 
 

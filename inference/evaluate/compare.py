@@ -172,10 +172,8 @@ def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
         sums, bounds = [sum(column) for column in columns], None
         if min(sums) <= 0:
             continue
-        new, old = (
-            math.prod(total**power for total, power in zip(half, powers, strict=True))
-            for half in (sums[: len(powers)], sums[len(powers) :])
-        )
+        halves = sums[: len(powers)], sums[len(powers) :]
+        new, old = (math.prod(map(pow, half, powers)) for half in halves)
         if own_error is not None and len(numbers) >= MIN_QUESTIONS:
             bounds = intervals.interval(columns, (*powers, *(-power for power in powers)), level)
             bounds = bounds and _widened(new / old, bounds, own_error)

@@ -39,7 +39,7 @@ def own_prompts(
     known: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
     messages: dict[str, str] = {}
     for first in range(0, count, batch_size):
-        num_new, num_tokens = 0, 0
+        num_new = 0
         if first not in known:
             seeds = (derived_seed(seed, place) % NUM_SEEDS for place in range(first, min(first + batch_size, count)))
             requests = [Request([], prompt, limit, replace(SAMPLING, seed=own), stop=end) for own in seeds]
@@ -47,8 +47,7 @@ def own_prompts(
             journal.append([first, known[first]])
             num_new = len(requests)
         found = [_ended(reply, tokenizer, end) for reply in known[first]]
-        if num_new:
-            num_tokens = sum(len(tokenizer(text).input_ids) for text in found)
+        num_tokens = sum(len(tokenizer(text).input_ids) for text in found) if num_new else 0
         messages |= {text.lower(): text for text in found if text}
         advance(len(found), num_new, num_tokens)
     if not messages:

@@ -97,10 +97,8 @@ class TreeAttention:
             return dict.fromkeys(self.spans, mask)
         key_positions = torch.cat([torch.arange(start, device=self.device), positions])
         lowest = torch.finfo(self.dtype).min
-        return {
-            kind: mask.masked_fill(key_positions < first_visible(kind, span, positions)[:, None], lowest)
-            for kind, span in self.spans.items()
-        }
+        first = {kind: first_visible(kind, span, positions)[:, None] for kind, span in self.spans.items()}
+        return {kind: mask.masked_fill(key_positions < own, lowest) for kind, own in first.items()}
 
     def end_of_positions(self, length: int) -> int:
         """Where the positions of the draft tree behind a text of this length must end: with the context.

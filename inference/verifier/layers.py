@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any
@@ -33,12 +33,10 @@ def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator
         if threading.get_ident() == thread:
             states[layer] = state
 
-    hooks = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(modules[layer].register_forward_hook(partial(keep, layer)))
         yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @lru_cache

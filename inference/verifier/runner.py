@@ -123,9 +123,7 @@ class Runner:
     def commit(self, path: Sequence[int]) -> None:
         """Keep the pending tokens and the accepted nodes of the last forward in the cache, and drop the others."""
         first_node = self.cached + self._num_pending  # position in the cache of node 0
-        num_in_place = 0
-        while num_in_place < len(path) and path[num_in_place] == num_in_place:
-            num_in_place += 1
+        num_in_place = next((place for place, node in enumerate(path) if node != place), len(path))
         self._cache.keep(first_node + num_in_place, [first_node + node for node in path[num_in_place:]])
         self.cached = first_node + len(path)
         if self.attention.is_short(first_node):

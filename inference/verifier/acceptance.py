@@ -17,6 +17,7 @@ def accept(tree: DraftTree, picks: Sequence[int]) -> tuple[list[int], list[int]]
 
     Of the 1 + M picks, picks[0] follows the root and picks[1 + i] node i. Returns the accepted nodes from the root
     down, and the emitted tokens: those of the nodes, then the bonus token.
+
     >>> accept(DraftTree(tokens=[7, 8], parents=[-1, 0]), picks=[7, 5, 9])
     ([0], [7, 5])
     """

@@ -151,6 +151,15 @@ def test_every_overlay_overrides_the_config_of_the_paper(call, name):
     assert kept and all(values["trainer"][key] == below["trainer"][key] for key in kept)
 
 
+def test_another_drafter_than_the_recipes_begins_with_a_config_that_empties_the_node(call, tmp_path):
+    another = "--model.drafter", "drafters.Block", "--model.drafter.init_args.trunk.lookup", "true"
+    line = call(run_lightning, "fit", "--config", "smollm2.yaml", *another).one_line_error("lightning")
+    assert "'num_labels'" in line and "model: {drafter: null}" in line
+    (tmp_path / "empty.yaml").write_text("model: {drafter: null}", encoding="utf-8")
+    values = yaml.safe_load(printed(call, "--config", "smollm2.yaml", "--config", tmp_path / "empty.yaml", *another))
+    assert values["model"]["drafter"]["class_path"] == "drafters.Block" and values["data"]["max_length"] == 384
+
+
 def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatch):
     shipped = str(CONFIGS / "ctc.yaml")
     assert find_config("ctc.yaml") == find_config(shipped) == shipped

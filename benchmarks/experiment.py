@@ -79,6 +79,7 @@ class SharedSettings:
                 "accelerator": "auto",
                 "devices": 1,
                 "max_steps": self.steps,
+                "precision": "bf16-mixed" if arm.model.get("base_dtype") == "bfloat16" else "32-true",
                 "limit_val_batches": 0,
                 "gradient_clip_val": 0.5,
                 "log_every_n_steps": 10,
@@ -103,8 +104,7 @@ class SharedSettings:
 class TrainingTime(L.Callback):
     """Adds up the CPU seconds of the training loop, over all parts of a resumed training, without its set-up.
 
-    A checkpoint holds the time up to it, so steps that are lost and trained again count once. After the last step it
-    writes last.ckpt, which the periodic checkpoints may miss.
+    A checkpoint holds the time up to it, so steps that are lost and trained again count once.
     """
 
     def __init__(self) -> None:
@@ -117,10 +117,6 @@ class TrainingTime(L.Callback):
         now = time.process_time()
         self.cpu_seconds += now - self._mark
         self._mark = now
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step == trainer.max_steps:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
 
     def state_dict(self) -> dict[str, float]:
         return {"cpu_seconds": self.cpu_seconds}

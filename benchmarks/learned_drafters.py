@@ -42,6 +42,9 @@ SELFLESS = {"merge_repeats": False}
 LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
+REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
+REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # for SmolLM2, as in smollm2.yaml
+REAL_MUON = {"base_dtype": "bfloat16", "optimizer": "muon", "learning_rate": 8e-3}
 ARMS = {
     arm.name: arm
     for arm in (
@@ -77,6 +80,9 @@ ARMS = {
         Arm("ctc_deep", "CTC", {**BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
+        Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
+        Arm("ctc_smollm2", "CTC", {**REAL, **LOOKUP, "num_labels": 6}, REAL_MUON),
+        Arm("ctc_smollm2_alone", "CTC", {**REAL, "num_labels": 6}, REAL_MUON),
     )
 }
 GROUPS = {
@@ -111,6 +117,7 @@ def learned_drafters(
     seeds: list[int] = [0, 1, 2],  # noqa: B006
     steps: list[int] = [600],  # noqa: B006
     features: str | None = None,
+    max_length: int = 384,
     table2: bool = False,
     table: str | None = None,
     figure: str | None = None,
@@ -133,6 +140,7 @@ def learned_drafters(
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm; several give learning curves.
         features: Feature store of the training text, from `drafters features`.
+        max_length: Largest number of tokens of a conversation in training.
         table2: Also make Table 2 of the CTC paper, decoded live: the Medusa, Block and CTC drafters without a bias.
         table: Markdown file to write the tables to.
         figure: PNG file for the learning curves.
@@ -144,7 +152,7 @@ def learned_drafters(
         raise ValueError("--arms, --seeds and --steps must not be empty")
     folder, exported = Path(out), {}
     for count, seed, name in product(steps, seeds, names):
-        common = SharedSettings(base, files, count, features=features)
+        common = SharedSettings(base, files, count, max_length=max_length, features=features)
         exported[count, name, seed] = train(ARMS[name], seed, common, folder / str(count))
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)

@@ -1,4 +1,4 @@
-"""Generates the project's own corpus of ShareGPT conversations from seeded templates, and a tokenizer for it.
+"""Generates the project's own corpus of ShareGPT conversations from seeded templates.
 
 What the conversations are made of stands in ``corpus/*.txt``: words, stories, units, facts, functions and phrases.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 Turns = list[tuple[str, str]]  # (question, answer) pairs of one conversation
 # One first prompt in twelve never occurs in `conversations`, whatever the seed; `questions` uses only those.
@@ -73,24 +69,6 @@ def questions(count: int = 40, seed: int = 2024) -> list[dict]:
         turns = [question for question, _ in _draw(rng, category, held_out=True)[:2]]
         rows.setdefault(turns[0], {"question_id": len(rows) + 1, "category": category, "turns": turns})
     raise ValueError(f"the templates give only {len(rows)} different held-out questions, not {count}; ask for fewer")
-
-
-def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer like that of checkpoints/tiny-chat (byte-level BPE, the Vicuna template) on ShareGPT records.
-
-    It has ``vocab_size`` tokens, at least 259 (256 bytes and three special tokens).
-    """
-    from data.tokenizer import VICUNA_SYSTEM, load_tokenizer
-
-    def texts() -> Iterator[str]:
-        # With the words of the template around the turns, so that these get short tokens too.
-        for record in records:
-            yield VICUNA_SYSTEM
-            for turn in record["conversations"]:
-                yield f" {'USER' if turn['from'] == 'human' else 'ASSISTANT'}: {turn['value']}"
-
-    model: Any = load_tokenizer("checkpoints/tiny-chat")
-    return model.train_new_from_iterator(texts(), vocab_size, show_progress=False)
 
 
 def _draw(rng: random.Random, kind: str, held_out: bool) -> Turns:

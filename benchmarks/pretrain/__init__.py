@@ -7,18 +7,20 @@ all three.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
 from jsonargparse import auto_cli
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
-from data import embedded
 from data.conversations import load_conversations
 from data.files import atomic_folder, write_checksums
-from data.tokenizer import load_tokenizer
+from data.tokenizer import VICUNA_SYSTEM, load_tokenizer
 from inference.verifier.base import keep_freed_memory
 from train.checkpoints import read_checkpoint
 from train.cli import user_errors
@@ -116,10 +118,27 @@ def tokenizer(
         {"conversations": [{"from": speakers[role], "value": text} for role, text in each.messages if role in speakers]}
         for each in conversations
     )
-    trained = embedded.train_tokenizer(records, vocab_size)
+    trained = train_tokenizer(records, vocab_size)
     with atomic_folder(out) as folder:
         trained.save_pretrained(folder)
     print(f"wrote {out}: {len(trained)} tokens of {len(conversations):,} conversations")
+
+
+def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer like that of checkpoints/tiny-chat (byte-level BPE, the Vicuna template) on ShareGPT records.
+
+    It has ``vocab_size`` tokens, at least 259 (256 bytes and three special tokens).
+    """
+
+    def texts() -> Iterator[str]:
+        # With the words of the template around the turns, so that these get short tokens too.
+        for record in records:
+            yield VICUNA_SYSTEM
+            for turn in record["conversations"]:
+                yield f" {'USER' if turn['from'] == 'human' else 'ASSISTANT'}: {turn['value']}"
+
+    model: Any = load_tokenizer("checkpoints/tiny-chat")
+    return model.train_new_from_iterator(texts(), vocab_size, show_progress=False)
 
 
 def export(ckpt: str, out: str, max_shard_size: str = "5GB") -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pretrain import train_tokenizer
 from data import embedded
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -11,7 +12,7 @@ SHARED = Path(__file__).parents[2].parent / "shared"
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
+    return train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ COUNTER = re.compile(r"vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens
 # generation config (a repetition penalty, say) greedy decoding would not be greedy.
 OPTIONS = ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--generation-config", VLLM]
 FAULT = re.compile(r"\b\w*(?:Error|Exception): .+|error: .+")
-FOLLOW_UP = "Engine core initialization failed"  # vLLM's own error after another process has shown the cause
+FOLLOW_UP = re.compile(r"(Engine core|WorkerProc) initialization failed")  # another process has shown the cause
 
 Counts = dict[str, int]  # the counters of vLLM by name; that of a position ends with its number
 Key = tuple[str, str, int]  # benchmark, drafter and number of requests at once
@@ -224,7 +224,7 @@ def running_vllm(launch: Launch, port: int, log: Path, base: BaseConfig, templat
             while server.get("/health") is None:
                 if process.poll() is not None:
                     faults = FAULT.findall(log.read_text(encoding="utf-8", errors="replace"))
-                    cause = next((fault for fault in faults[::-1] if FOLLOW_UP not in fault), "it names no error")
+                    cause = next((fault for fault in faults[::-1] if not FOLLOW_UP.search(fault)), "it names no error")
                     raise ValueError(f"vLLM ended with code {process.returncode}: {safe_line(cause)[:300]}; see {log}")
                 if time.monotonic() > deadline:
                     raise ValueError(f"vLLM was not ready after {START_SECONDS:g} seconds; see {log}")

@@ -270,7 +270,11 @@ def test_all_processes_are_ended_with_the_evaluation(error, base, tmp_path):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("import sys; sys.exit('ValueError: no folder\\nError: Engine core initialization failed')", "no folder"),
+        (
+            "import sys; sys.exit('ValueError: no folder\\nException: WorkerProc initialization failed due to it"
+            "\\nError: Engine core initialization failed')",
+            "no folder",
+        ),
         (
             'import os, sys; sys.exit(f\'ValueError: {os.environ.get("VLLM_API_KEY")} {os.environ["OTHER"]}\')',
             "None kept",

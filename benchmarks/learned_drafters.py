@@ -82,7 +82,6 @@ ARMS = {
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
         Arm("ctc_smollm2", "CTC", {**REAL, **LOOKUP, "num_labels": 6}, REAL_MUON),
-        Arm("ctc_smollm2_alone", "CTC", {**REAL, "num_labels": 6}, REAL_MUON),
     )
 }
 GROUPS = {

@@ -47,7 +47,7 @@ def run(
         # A message about a drafter's options is wrapped in several about what a drafter may be.
         cause = str(error).rpartition("callable class: ")[2]
         if "does not accept option" in cause:  # jsonargparse keeps such options when another class is chosen
-            cause += " (before another drafter than the recipe's, give a config with model: {drafter: null})"
+            cause += " (for another drafter than the recipe's, first give a config with model: {drafter: null})"
         raise ValueError(f"{cause} (lightning fit --help lists every key)") from error
 
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from data.conversations import load_conversations
+from data.conversations import Conversation, load_conversations
 from data.files import atomic_folder, write_checksums
 from data.tokenizer import VICUNA_SYSTEM, load_tokenizer
 from inference.verifier.base import keep_freed_memory
@@ -112,30 +112,25 @@ def tokenizer(
     """
     if (Path(out) / "tokenizer.json").exists():
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
-    speakers = {"user": "human", "assistant": "gpt"}
     conversations, _ = load_conversations(files or [f"embedded:{count}:{seed}"])
-    records = (
-        {"conversations": [{"from": speakers[role], "value": text} for role, text in each.messages if role in speakers]}
-        for each in conversations
-    )
-    trained = train_tokenizer(records, vocab_size)
+    trained = train_tokenizer(conversations, vocab_size)
     with atomic_folder(out) as folder:
         trained.save_pretrained(folder)
     print(f"wrote {out}: {len(trained)} tokens of {len(conversations):,} conversations")
 
 
-def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer like that of checkpoints/tiny-chat (byte-level BPE, the Vicuna template) on ShareGPT records.
+def train_tokenizer(conversations: Iterable[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer like that of checkpoints/tiny-chat: byte-level BPE, with the Vicuna template.
 
     It has ``vocab_size`` tokens, at least 259 (256 bytes and three special tokens).
     """
+    speakers = {"user": "USER", "assistant": "ASSISTANT"}
 
     def texts() -> Iterator[str]:
         # With the words of the template around the turns, so that these get short tokens too.
-        for record in records:
+        for conversation in conversations:
             yield VICUNA_SYSTEM
-            for turn in record["conversations"]:
-                yield f" {'USER' if turn['from'] == 'human' else 'ASSISTANT'}: {turn['value']}"
+            yield from (f" {speakers[role]}: {text}" for role, text in conversation.messages if role in speakers)
 
     model: Any = load_tokenizer("checkpoints/tiny-chat")
     return model.train_new_from_iterator(texts(), vocab_size, show_progress=False)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pretrain import train_tokenizer
-from data import embedded
+from data.conversations import load_conversations
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
+    return train_tokenizer(load_conversations(["embedded:150:7"])[0], vocab_size=600)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.pretrain import train_tokenizer
-from data import embedded
+from data.conversations import load_conversations
 from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
@@ -37,7 +37,7 @@ class Lossy(Drafter):
 def folder(make_base, tmp_path_factory):
     """A base with a chat template, on disk."""
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = train_tokenizer(embedded.conversations(30, seed=7), vocab_size=300)
+    tokenizer = train_tokenizer(load_conversations(["embedded:30:7"])[0], vocab_size=300)
     make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -18,7 +18,7 @@ import yaml
 from tqdm import tqdm
 
 from benchmarks.pretrain import train_tokenizer
-from data import embedded
+from data.conversations import load_conversations
 from inference.verifier.base import load_base
 from train.cli import run_drafters, run_lightning
 
@@ -49,7 +49,7 @@ def own_process(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
-    return train_tokenizer(embedded.conversations(100, seed=0), vocab_size=400)
+    return train_tokenizer(load_conversations(["embedded:100"])[0], vocab_size=400)
 
 
 def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2, seed=2, **others):

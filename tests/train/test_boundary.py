@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from transformers import AutoConfig
 
 from benchmarks.pretrain import train_tokenizer
-from data import embedded
+from data.conversations import load_conversations
 from data.files import output_lock
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters.checkpoint import read_config
@@ -77,7 +77,7 @@ def place(trained, tiny, make_tiny, tmp_path_factory):
         "drafter": trained.folder,
         "last.ckpt": trained.ckpt,
         "wide": make_tiny("wide", hidden_size=48),
-        "others": make_tiny("others", tokenizer=train_tokenizer(embedded.conversations(99, seed=5), 400)),
+        "others": make_tiny("others", tokenizer=train_tokenizer(load_conversations(["embedded:99:5"])[0], 400)),
     }.items():
         (folder / name).symlink_to(target)
     for source, name in ((tiny, "base-cut"), (trained.folder, "drafter-cut")):

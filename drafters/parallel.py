@@ -91,7 +91,8 @@ class ParallelDraftOptions:
             96 tokens with such a bias.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
-            time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.
+            time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did, and
+            should where texts are longer than those of the training. A ``lookup`` reads all of the text.
     """
 
     tree: str
@@ -234,9 +235,7 @@ class ParallelDrafter(LearnedDrafter):
 
     def _passages(self, texts: Tensor, anchors: Tensor) -> Passages | None:
         """The passages that the frames of anchors (B, A) read in texts (B, S), if they read any."""
-        if self.lookup is None:
-            return None
-        return self.lookup.find(texts, anchors, self.num_frames, self.draft_options.window)
+        return None if self.lookup is None else self.lookup.find(texts, anchors, self.num_frames)
 
     def _frames(
         self,

@@ -34,15 +34,15 @@ class Lookup(nn.Module):
         self.proj = nn.Linear(base.hidden_size, base.hidden_size, bias=False)
         nn.init.zeros_(self.proj.weight)
 
-    def find(self, texts: Tensor, anchors: Tensor, num_tokens: int, window: int = 0) -> Passages:
+    def find(self, texts: Tensor, anchors: Tensor, num_tokens: int) -> Passages:
         """The passages at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
 
-        A match ends at an earlier position with the anchor's token, among the last ``window`` ones if that is not 0. Of
-        equally long matches the latest counts. A passage that reaches the anchor begins again, as if the text did.
+        A match ends at an earlier position with the anchor's token, however far back. Of equally long matches the
+        latest counts. A passage that reaches the anchor begins again, as if the text did.
         """
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
-        found = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens, window or length))
+        found = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens))
         found = found.to(self.scale.device)
         return Passages(found[..., :-1], found[..., -1])
 
@@ -56,14 +56,14 @@ class Lookup(nn.Module):
 
 
 @njit(cache=True)
-def _find(texts, anchors, num_tokens, window):
+def _find(texts, anchors, num_tokens):
     """The tokens and lengths of `Passages` side by side: (B, A, T + 1)."""
     passages = np.zeros((*anchors.shape, num_tokens + 1), np.int64)
     for row in range(len(texts)):
         text = texts[row]
         for column in range(anchors.shape[1]):
             anchor, longest, found = anchors[row, column], 0, 0
-            for end in range(anchor - 1, max(anchor - window, 0) - 1, -1):
+            for end in range(anchor - 1, -1, -1):
                 length = 0
                 while length < min(MAX_NGRAM, end + 1) and text[end - length] == text[anchor - length]:
                     length += 1

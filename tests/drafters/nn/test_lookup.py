@@ -7,24 +7,23 @@ import torch
 from drafters.nn.lookup import MAX_NGRAM, Lookup
 
 
-def passage(text, anchor, num_tokens, window):
+def passage(text, anchor, num_tokens):
     """The tokens behind the longest match and its length, by the largest of all ends of a match."""
     matches = [(0, anchor - 1)]
-    for end in range(max(0, anchor - (window or anchor)), anchor):
+    for end in range(anchor):
         lengths = range(1, min(MAX_NGRAM, end + 1) + 1)
         matches += [(n, end) for n in lengths if text[end - n + 1 : end + 1] == text[anchor - n + 1 : anchor + 1]]
     length, end = max(matches)
     return (text[end + 1 : anchor + 1] * num_tokens)[:num_tokens] if length else [0] * num_tokens, length
 
 
-@pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("alphabet", [1, 2, 4, 12])
-def test_the_longest_and_latest_match_is_found_and_the_text_behind_it_repeated(shape, alphabet, window):
+def test_the_longest_and_latest_match_is_found_and_the_text_behind_it_repeated(shape, alphabet):
     texts = torch.randint(0, alphabet, (2, 60), generator=torch.Generator().manual_seed(0))
     anchors = torch.tensor([[1, 2, 30, 59], [5, 20, 21, 58]])
-    tokens, lengths = Lookup(shape).find(texts, anchors, 5, window)
+    tokens, lengths = Lookup(shape).find(texts, anchors, 5)
     for at in np.ndindex(anchors.shape):
-        expected = passage(texts[at[0]].tolist(), anchors[at].item(), 5, window)
+        expected = passage(texts[at[0]].tolist(), anchors[at].item(), 5)
         assert (tokens[at].tolist(), lengths[at].item()) == expected
 
 

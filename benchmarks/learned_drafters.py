@@ -44,7 +44,12 @@ MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
 REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # for SmolLM2, as in smollm2.yaml
-REAL_MUON = {"base_dtype": "bfloat16", "optimizer": "muon", "learning_rate": 8e-3}
+REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
+REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "draft_vocab_size": 16384}
+PAPER = {"lookup": False, "markov_rank": 0, "objective": "ctc", "hidden_layers": [28], "tokens_in_context": False}
+UNTIL_FAILURE = {"until_failure": 120, "num_columns": None}
+REAL_ADAMW = {"base_dtype": "bfloat16"}
+REAL_MUON = {**REAL_ADAMW, "optimizer": "muon", "learning_rate": 8e-3}
 ARMS = {
     arm.name: arm
     for arm in (
@@ -81,7 +86,17 @@ ARMS = {
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
-        Arm("ctc_smollm2", "CTC", {**REAL, **LOOKUP, "num_labels": 6}, REAL_MUON),
+        Arm("block_smollm2_until_failure", "Block", {**TRUNK, **REAL, **LOOKUP, **UNTIL_FAILURE}, REAL_MUON),
+        Arm("ctc_smollm2", "CTC", REAL_CTC, REAL_MUON),
+        Arm("ctc_smollm2_until_failure", "CTC", {**REAL_CTC, **UNTIL_FAILURE}, REAL_MUON),
+        Arm("ctc_smollm2_selfless", "CTC", {**REAL_CTC, **SELFLESS}, REAL_MUON),
+        Arm("ctc_smollm2_adamw", "CTC", REAL_CTC, REAL_ADAMW),
+        Arm("ctc_smollm2_no_lookup", "CTC", {**REAL_CTC, "lookup": False}, REAL_MUON),
+        Arm("ctc_smollm2_no_bias", "CTC", {**REAL_CTC, "markov_rank": 0}, REAL_MUON),
+        Arm("ctc_smollm2_paper_loss", "CTC", {**REAL_CTC, "objective": "ctc"}, REAL_MUON),
+        Arm("ctc_smollm2_paper", "CTC", {**REAL_CTC, **PAPER}, REAL_ADAMW),
+        Arm("medusa_smollm2", "Medusa", {"num_heads": 5, "num_anchors": 64}, {**REAL_ADAMW, "learning_rate": 1e-3}),
+        Arm("eagle3_smollm2", "EAGLE3", REAL_EAGLE3, {**REAL_ADAMW, "learning_rate": 1e-3}),
     )
 }
 GROUPS = {
@@ -135,7 +150,8 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        arms: Names of the arms to train, or of groups of them: best and best_long.
+        arms: Names of the arms to train, or of groups of them: best and best_long. NAME:60 is trained for 60 steps at
+            most, where a step takes long.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm; several give learning curves.
         features: Feature store of the training text, from `drafters features`.
@@ -144,18 +160,21 @@ def learned_drafters(
         table: Markdown file to write the tables to.
         figure: PNG file for the learning curves.
     """
-    names = [name for given in arms for name in GROUPS.get(given, [given])]
+    most = {name: int(number) for name, _, number in (arm.partition(":") for arm in arms) if number}  # steps
+    names = [name for arm in arms for name in GROUPS.get(arm, [arm.partition(":")[0]])]
     if unknown := [name for name in names if name not in ARMS]:
         raise ValueError(f"unknown arms {', '.join(unknown)}: known are {', '.join([*ARMS, *GROUPS])}")
     if not names or not seeds or not steps:
         raise ValueError("--arms, --seeds and --steps must not be empty")
     folder, exported = Path(out), {}
-    for count, seed, name in product(steps, seeds, names):
+    for count, seed, name in product(sorted(steps), seeds, names):
+        if count > most.get(name, count):
+            continue
         common = SharedSettings(base, files, count, max_length=max_length, features=features)
         exported[count, name, seed] = train(ARMS[name], seed, common, folder / str(count))
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
-    results: dict[int, Runs] = {count: {} for count in steps}
+    results: dict[int, Runs] = {count: {} for count in sorted(steps)}
     for (count, name, seed), drafter in exported.items():
         for tree, arguments in trees_of(ARMS[name]).items():
             result = simulate_exported(drafter, arguments, frozen, answers, BUDGETS)
@@ -169,10 +188,10 @@ def learned_drafters(
         f"{common.learning_rate:g} peak learning rate of AdamW, seeds {', '.join(map(str, seeds))}.",
         "Means over the seeds, with the smallest and the largest in brackets.",
     ]
-    tables = [acceptance_table(count, results[count], notes) for count in steps]
+    tables = [acceptance_table(count, results[count], notes) for count in results]
     if table2:
         fitting = [ARMS[name] for name in names if paper_table2.fits(ARMS[name])]
-        exported_of = [(arm, [exported[steps[-1], arm.name, seed] for seed in seeds]) for arm in fitting]
+        exported_of = [(arm, [exported[max(steps), arm.name, seed] for seed in seeds]) for arm in fitting]
         tables.append(paper_table2.result_table(exported_of, frozen, answers))
     if len(steps) > 1:
         tables.append(curve_table(results, notes))
@@ -215,7 +234,8 @@ def curve_table(results: dict[int, Runs], notes: list[str]) -> ResultTable:
     """Return the acceptance length of every arm by number of training steps."""
     headings = ["drafter", *(f"{count:,} steps" for count in results)]
     table = ResultTable(f"Acceptance length by training, {SHOWN[-1]} nodes", headings, notes=notes)
-    table.rows += [[name, *map(mean_and_range, lengths)] for name, (lengths, _) in curves(results).items()]
+    for name, (lengths, _) in curves(results).items():
+        table.rows.append([name, *map(mean_and_range, lengths), *[""] * (len(results) - len(lengths))])
     return table
 
 
@@ -235,6 +255,7 @@ def plot(results: dict[int, Runs], path: Path) -> None:
     for (name, (lengths, minutes)), colour in zip(curves(results).items(), cycle(PALETTE + FADED), strict=False):
         for axes, values in zip(panels, ([*results], minutes), strict=True):
             axes.minorticks_off()
+            values = values[: len(lengths)]
             axes.plot(values, [*map(mean, lengths)], marker="o", markersize=3, color=colour, label=name)
             axes.fill_between(values, [*map(min, lengths)], [*map(max, lengths)], color=colour, alpha=0.15)
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -103,6 +103,11 @@ def test_a_trained_arm_is_not_trained_again_and_other_settings_are_refused(learn
     before = [path.stat().st_mtime_ns for path in paths]
     learned_drafters.learned_drafters(**arguments)
     assert [path.stat().st_mtime_ns for path in paths] == before and len(paths) == 4 + 2 + 4
+    less = {"arms": ["medusa:5", "ctc"], "table2": False, "table": str(folder / "less.md")}
+    learned_drafters.learned_drafters(**arguments | less)
+    ten, (headings, _, medusa, ctc) = tables((folder / "less.md").read_text())[1:]
+    assert {row[0] for row in ten[2:]} == {"ctc"} and headings[1:] == ["5 steps", "10 steps"]
+    assert medusa[1] and not medusa[2] and all(ctc)
     with pytest.raises(ValueError, match="trained with other settings"):
         learned_drafters.learned_drafters(**arguments | {"files": ["embedded:41"]})
     with pytest.raises(ValueError, match="unknown arms"):

@@ -14,11 +14,8 @@ from drafters.nn.draft_vocabulary import DraftVocabulary
 from drafters.nn.markov import Markov
 from drafters.trees.search import Bias, Candidates
 
-NUM_CONTEXTS = 4
-"""Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
-SMALL = 4096  # in a vocabulary of at most so many tokens all are biased and compared
 NUM_LIKELY, NUM_LISTED, NUM_BEFORE = 512, 96, 8
-"""Of a larger one: the tokens that are biased, the fewest candidates, and the tokens whose successors may be some."""
+"""With a bias: the tokens that are biased, the fewest candidates, and the tokens whose successors may be some."""
 NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large vocabulary, 6 MB each
 
 
@@ -58,10 +55,9 @@ def choose(
 ) -> Candidates:
     """The C candidates of each draft with their probabilities.
 
-    Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
-    expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
-    the token before it. Of a large vocabulary, the bias is multiplied for the 512 tokens that are most probable in any
-    frame, and a `short_list` of these are the candidates, 96 at least.
+    Without a bias they are the tokens that are most probable in any frame. With one a token may be improbable in every
+    frame and yet be certain after the token before it: the bias is multiplied for the 512 tokens that are most probable
+    in any frame, and a `short_list` of these are the candidates, 96 at least.
 
     Args:
         logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
@@ -94,14 +90,10 @@ def _choose(
         best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
         return tokens.gather(1, best), _at(probs, pad(best, (0, has_blank), value=vocab_size))
     left, right = map(at_least_float32, (markov.left, markov.right))
-    symbols = Symbols(logits, tokens, has_blank, left, right)
-    if vocab_size > max(SMALL, num_candidates):
-        symbols = symbols._replace(logits=logits.log_softmax(-1))
-        likely = symbols.logits[..., :vocab_size].amax(1).topk(max(NUM_LIKELY, num_candidates)).indices
-        symbols = symbols.part(likely)
-        best = short_list(symbols, roots, max(NUM_LISTED, num_candidates))
-    else:
-        best = expected_frames(symbols, roots).topk(num_candidates).indices
+    symbols = Symbols(logits.log_softmax(-1), tokens, has_blank, left, right)
+    likely = symbols.logits[..., :vocab_size].amax(1).topk(min(vocab_size, max(NUM_LIKELY, num_candidates))).indices
+    symbols = symbols.part(likely)
+    best = short_list(symbols, roots, min(vocab_size, max(NUM_LISTED, num_candidates)))
     probs, columns = symbols.logits.softmax(-1), pad(best, (0, has_blank), value=symbols.tokens.shape[1])
     chosen = symbols.tokens.gather(1, best)
     # softmax(z + B) is softmax(z) * exp(B), normalised again.
@@ -109,31 +101,6 @@ def _choose(
     sums = factors @ probs.mT  # (A, C + 1, T)
     scales = sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()
     return chosen, _at(probs, columns), _at(factors, columns), scales
-
-
-def expected_frames(symbols: Symbols, roots: Tensor, num_contexts: int = NUM_CONTEXTS) -> Tensor:
-    """The expected number of each draft's frames that show each token: (A, N).
-
-    Frame by frame, the distributions after the ``num_contexts`` most probable last tokens are added up, weighted by the
-    probability that the token is the last one. A prefix is at most as probable as its last token is expected, so with
-    all N contexts no token is missed whose node is more probable than the least expected candidate.
-    """
-    logits, num_tokens, is_root = symbols.logits, symbols.tokens.shape[1], symbols.tokens == roots[:, None]
-    # Contexts are columns; N is a root that is not among the tokens.
-    contexts = torch.where(is_root.any(1), is_root.int().argmax(1), num_tokens)[:, None]  # (A, K)
-    tokens, weights = torch.cat([symbols.tokens, roots[:, None]], 1), logits.new_ones(len(roots), 1)
-    expected = logits.new_zeros(len(roots), num_tokens)
-    for t in range(logits.shape[1]):
-        shown = (logits[:, t, None] + symbols.bias(tokens.gather(1, contexts))).softmax(-1)  # (A, K, W)
-        last = (weights[:, None] @ shown)[:, 0, :num_tokens]
-        expected += last
-        if t + 1 == logits.shape[1]:
-            break
-        last = pad(last, (0, 1))
-        if symbols.has_blank:  # after a blank, the last token is the one before it
-            last.scatter_add_(1, contexts, weights * shown[..., num_tokens])
-        weights, contexts = last.topk(min(num_contexts, num_tokens + 1))
-    return expected
 
 
 def short_list(symbols: Symbols, roots: Tensor, size: int) -> Tensor:

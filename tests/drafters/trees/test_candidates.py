@@ -1,14 +1,12 @@
 """Candidates and their probabilities, against the softmax over the full vocabulary."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 import torch
 
 from drafters.nn.markov import Markov
 from drafters.trees import candidates as module
-from drafters.trees.candidates import Symbols, choose, expected_frames
+from drafters.trees.candidates import Symbols, choose
 from drafters.trees.search import SearchLimits, search
 
 A, T, V = 3, 4, 9
@@ -81,7 +79,6 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
     markov, num_drafts, with_bias, is_short, monkeypatch
 ):
     if is_short:
-        monkeypatch.setattr(module, "SMALL", 0)
         monkeypatch.setattr(module, "NUM_LIKELY", 7)
         monkeypatch.setattr(module, "NUM_LISTED", 5)
     generator = torch.Generator().manual_seed(num_drafts)
@@ -94,55 +91,6 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
         assert (together.tokens[here] == alone.tokens).all()
         for part in (symbols, distributions)[: 1 + with_bias]:
             np.testing.assert_allclose(part(together)[here], part(alone), rtol=1e-12)
-
-
-def whole(logits, markov, roots, num_contexts=module.NUM_CONTEXTS):
-    """The expected frames of all tokens."""
-    tokens, has_blank = torch.arange(V).expand(len(logits), -1), logits.shape[-1] > V
-    return expected_frames(Symbols(logits, tokens, has_blank, markov.left, markov.right), roots, num_contexts)
-
-
-def frames_that_show(logits, root, markov):
-    """The expected number of frames that show each token: the sum over all sequences of symbols."""
-    expected, num_symbols = torch.zeros(V, dtype=torch.float64), logits.shape[-1]
-    rows = (logits[:, None] + markov(torch.arange(V))[None, :, :num_symbols]).softmax(-1)  # (T, V, W)
-    for symbols in product(range(num_symbols), repeat=len(logits)):
-        last, probability = root, 1.0
-        for frame, symbol in enumerate(symbols):
-            probability *= rows[frame, last, symbol]
-            last = last if symbol == V else symbol
-        for symbol in symbols:
-            if symbol < V:
-                expected[symbol] += probability
-    return expected
-
-
-@pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
-def test_with_all_contexts_the_expected_frames_are_those_of_all_sequences(logits, markov, num_symbols):
-    frames, narrow = logits[:2, :3, :num_symbols], Markov(V, 3, num_symbols).double().requires_grad_(False)
-    narrow.left, narrow.right[:] = markov.left, markov.right[:num_symbols]
-    expected = whole(frames, narrow, torch.tensor([5, 2]), V)
-    for found, own, root in zip(expected, frames, (5, 2), strict=True):
-        torch.testing.assert_close(found, frames_that_show(own, root, markov))
-    for num_contexts in (1, 3):
-        fewer = whole(frames, narrow, torch.tensor([5, 2]), num_contexts)
-        assert (fewer <= expected + 1e-12).all() and (fewer < expected).any()
-
-
-@pytest.mark.parametrize("num_candidates", [2, 5])
-def test_the_candidates_are_the_tokens_expected_in_most_frames(logits, markov, num_candidates):
-    roots = torch.tensor([2, 7, 0])
-    every = whole(logits, markov, roots)
-    found = choose(logits, roots, V, num_candidates, markov).tokens
-    assert found.tolist() == every.argsort(descending=True)[:, :num_candidates].tolist()
-
-
-def test_no_prefix_is_more_probable_than_its_last_token_is_expected(logits, markov):
-    """So whatever is more probable than the least expected candidate is made of candidates."""
-    roots = torch.full((A,), 4)
-    trees = search(choose(logits, roots, V, V, markov), SearchLimits(500, T))
-    for tree, expected in zip(trees, whole(logits, markov, roots, V), strict=True):
-        assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, tree.probabilities, strict=True))
 
 
 def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
@@ -160,7 +108,6 @@ def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
 def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a_bias(
     logits, markov, num_symbols, monkeypatch
 ):
-    monkeypatch.setattr(module, "SMALL", 0)
     monkeypatch.setattr(module, "NUM_LIKELY", 5)
     monkeypatch.setattr(module, "NUM_LISTED", 3)
     roots = torch.tensor([2, 7, 0])

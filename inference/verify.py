@@ -14,11 +14,9 @@ import torch
 from rich.table import Table
 from rich.text import Text as RichText
 from scipy import optimize, stats
-from torch import Tensor
 
 from data.files import SafeConsole
-from drafters.protocol import Drafter, Limits, NoDrafter, StepResult
-from drafters.tree import DraftTree
+from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.questions import QuestionOptions
 from inference.runs import progress_bars
@@ -131,12 +129,7 @@ def verify(
     rounded = [name for name, each in comparisons.items() if name not in {*drawn, *different} and each.is_rounded]
     for name, divergences in different.items():
         for divergence in divergences[:MAX_SHOWN_DIVERGENCES]:
-            found = _describe(divergence, name, base)
-            if own:
-                up_to = prompts[divergence.prompt][0], divergence.position + 1
-                layer = first_different_layer(sessions[name], *up_to)
-                found += "; all states are equal" if layer is None else f"; the states of layer {layer} differ first"
-            console.print(found, style="red")
+            console.print(_describe(divergence, name, base), style="red")
     for name in rounded:
         console.print(f"{name}: texts are equal, and logits differ in a bit", style="red")
     biased = [name for name, test in tests.items() if test.p_value <= ERROR_RATE / len(tests)]
@@ -244,44 +237,6 @@ def compare(
             divergences.append(first_divergence(base, index, prompt, wanted, written.tokens))
     num_identical = len(prompts) - len(divergences)
     return Comparison(num_identical, acceptance_length(texts) or 0.0, divergences, num_equal if own else None)
-
-
-class _Watched(Drafter):
-    """A drafter beside which the states of all layers are kept: (N, L + 1, D) for the N tokens of a text."""
-
-    def __init__(self, drafter: Drafter, num_layers: int) -> None:
-        self.drafter, self.num_layers = drafter, num_layers
-        self.required_outputs = replace(drafter.required_outputs, hidden_layers=tuple(range(num_layers + 1)))
-        self.states: list[Tensor] = []
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.drafter.begin(prompt)
-
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        return self.drafter.propose(seq, limits)
-
-    def observe(self, step: StepResult) -> None:
-        assert step.hidden is not None
-        states = step.hidden.unflatten(1, (self.num_layers + 1, -1))  # (P + M, L + 1, D)
-        root = step.num_pending - 1
-        self.states.append(states[[root, *(root + 1 + node for node in step.path)]])
-        layers = list(self.drafter.required_outputs.hidden_layers)
-        self.drafter.observe(replace(step, hidden=states[:, layers].flatten(1) if layers else None))
-
-
-def first_different_layer(session: Session, prompt: list[int], max_new_tokens: int) -> int | None:
-    """The first layer, 0 is the embedding, whose state differs in a bit, at the first token where one does.
-
-    The text is decoded again, without and with the drafter, up to this number of tokens. None if all states are equal.
-    """
-    runner, states = session.runner, []
-    for drafter in (NoDrafter(), session.drafter):
-        watched = _Watched(drafter, runner.base.model.config.num_hidden_layers)
-        write(Session(runner, watched, session.sampler, session.max_nodes), prompt, max_new_tokens)
-        states.append(torch.cat(watched.states))
-    num_shared = min(map(len, states))
-    is_different = (states[0][:num_shared] != states[1][:num_shared]).any(-1).nonzero()  # (token, layer) pairs
-    return int(is_different[0, 1]) if len(is_different) else None
 
 
 @torch.inference_mode()

@@ -87,7 +87,9 @@ ARMS = {
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
         Arm("block_smollm2_until_failure", "Block", {**TRUNK, **REAL, **LOOKUP, **UNTIL_FAILURE}, REAL_MUON),
+        Arm("block_smollm2_copy", "Block", {**TRUNK, **REAL, **LOOKUP, "copy": True}, REAL_MUON),
         Arm("ctc_smollm2", "CTC", REAL_CTC, REAL_MUON),
+        Arm("ctc_smollm2_copy", "CTC", {**REAL_CTC, "copy": True}, REAL_MUON),
         Arm("ctc_smollm2_until_failure", "CTC", {**REAL_CTC, **UNTIL_FAILURE}, REAL_MUON),
         Arm("ctc_smollm2_selfless", "CTC", {**REAL_CTC, **SELFLESS}, REAL_MUON),
         Arm("ctc_smollm2_adamw", "CTC", REAL_CTC, REAL_ADAMW),
@@ -253,9 +255,8 @@ def plot(results: dict[int, Runs], path: Path) -> None:
     panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[1].xaxis.set_major_formatter("{x:g}")
     for (name, (lengths, minutes)), colour in zip(curves(results).items(), cycle(PALETTE + FADED), strict=False):
-        for axes, values in zip(panels, ([*results], minutes), strict=True):
+        for axes, values in zip(panels, ([*results][: len(lengths)], minutes), strict=True):
             axes.minorticks_off()
-            values = values[: len(lengths)]
             axes.plot(values, [*map(mean, lengths)], marker="o", markersize=3, color=colour, label=name)
             axes.fill_between(values, [*map(min, lengths)], [*map(max, lengths)], color=colour, alpha=0.15)
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -97,7 +97,8 @@ def cross_entropy(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
 
-    p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens. The weights w_u of an anchor are proportional to
+    p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
+    `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to
     decay^(u-1) and sum to one; ``until_failure`` leaves out the labels behind the first y_u that is not the most
     probable under p_u(. | y_{u-1}). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
     d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
@@ -117,7 +118,8 @@ def cross_entropy(
             logits += x.left.to(logits.dtype) @ output.right.to(logits.dtype).T
         exponentials, largest, picked = gathered_logits.exponentials(logits, x.labels[..., None])
         log_sum = gathered_logits.log_sum(exponentials, largest)
-        log_probs = (picked - log_sum)[..., 0]  # (A, U)
+        prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
+        log_probs = prefix.diff(prepend=torch.zeros_like(prefix[:, :1]))
         counts = x.valid
         if options.until_failure is not None:
             counts = label_weights.until_failure(counts, (picked >= largest)[..., 0])
@@ -128,8 +130,7 @@ def cross_entropy(
             base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
             distances = divergence(options.divergence, base, exponentials * (largest - log_sum).exp())
             loss = loss + options.distillation * (weight * x.taught() * distances).sum()
-        prefix_probs = torch.where(x.valid, log_probs, -torch.inf).cumsum(-1).exp()
-        return loss, prefix_probs.sum()
+        return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)

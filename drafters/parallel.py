@@ -34,6 +34,7 @@ from drafters.protocol import (
 )
 from drafters.tree import DraftTree
 from drafters.trees.candidates import choose
+from drafters.trees.copies import with_passage
 from drafters.trees.search import Candidates, SearchLimits, search
 
 
@@ -53,6 +54,8 @@ class TrunkOptions:
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         lookup: Let each frame read the token in its place behind the longest earlier match of the text's last tokens
             (`drafters.nn.lookup`). So the drafter knows what prompt lookup would draft, and learns when to believe it.
+        copy: Let the draft be what a ``lookup`` finds, all of it, with a probability that is learned: frames that are
+            independent of each other cannot say that one token of a passage comes with all others.
         causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
         markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
         markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
@@ -67,6 +70,7 @@ class TrunkOptions:
     tokens_in_context: bool = False
     root_everywhere: bool = False
     lookup: bool = False
+    copy: bool = False
     causal: bool = False
     markov_rank: int = 0
     markov_factors: Literal["own", "base"] = "own"
@@ -77,6 +81,8 @@ class TrunkOptions:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
+        if self.copy and not self.lookup:
+            raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,10 @@ class ParallelDrafter(LearnedDrafter):
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
-        self.lookup = Lookup(base) if trunk.lookup else None
+        if trunk.copy and (loss.distillation or loss.until_failure is not None):
+            raise ValueError("distillation and until_failure know no copies: leave them out, or set copy to false")
+        self.lookup = Lookup(base, trunk.copy) if trunk.lookup else None
+        self.copies = trunk.copy
         self._cache = DraftCache(trunk.num_layers, draft.window)
         add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
 
@@ -176,15 +185,29 @@ class ParallelDrafter(LearnedDrafter):
         """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
         return gathered_logits.base_logits(frames, base_weights)
 
-    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        """The draft trees below root tokens (A,), from frame states (A, T, D), with one copy to the host."""
+    def trees(
+        self,
+        frames: Tensor,
+        roots: Tensor,
+        base_weights: BaseWeights,
+        limits: Limits,
+        passages: Passages | None = None,
+    ) -> list[DraftTree]:
+        """The draft trees below root tokens (A,), from frame states (A, T, D), and A passages if they are copied."""
         weights, bias, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)  # (A, T, V') or, with a blank, (A, T, V' + 1)
         candidates = choose(logits, roots, len(weights.head), self.num_candidates, bias, vocabulary)
         options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
         depth = min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
-        return self.search(candidates, search_limits)
+        trees = self.search(candidates, search_limits)
+        if not self.copies:
+            return trees
+        assert self.lookup is not None and passages is not None, "the passages to be copied were not given"
+        tokens, lengths = (each.flatten(0, 1) for each in passages)
+        shares = self.lookup.copy_logits(lengths, frames).sigmoid().tolist()
+        each = zip(trees, tokens.tolist(), shares, strict=True)
+        return [with_passage(tree, passage, share, search_limits) for tree, passage, share in each]
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""
@@ -206,7 +229,13 @@ class ParallelDrafter(LearnedDrafter):
         return frames.flatten(1, 2), positions.flatten(1)
 
     def forward(
-        self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor, tokens: Tensor | None = None
+        self,
+        hidden: Tensor,
+        anchors: Tensor,
+        roots: Tensor,
+        embedding: Tensor,
+        tokens: Tensor | None = None,
+        passages: Passages | None = None,
     ) -> Tensor:
         """States (B, A, T, D) of the predicting frames of many anchors; the context is projected once per sequence.
 
@@ -216,10 +245,12 @@ class ParallelDrafter(LearnedDrafter):
             roots: (B, A) tokens at the anchors.
             embedding: (V, D) the base's embedding.
             tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context`` or ``lookup``.
+            passages: What a ``lookup`` finds at the anchors, if that is known already.
         """
+        if passages is None and tokens is not None:
+            passages = self._passages(tokens, anchors)
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
         context = self.context(hidden, positions, tokens, embedding)
-        passages = None if tokens is None else self._passages(tokens, anchors)
         return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best(), passages)
 
     def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
@@ -266,20 +297,26 @@ class ParallelDrafter(LearnedDrafter):
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
         labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
         roots = batch.input_ids.gather(1, anchors)
-        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids)
+        passages = self._passages(batch.input_ids, anchors)
+        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids, passages).flatten(0, 1)
         valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
         teacher, teacher_valid = None, None
         if with_teacher:
             last_hidden = batch.required_last_hidden()
             deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, self.num_labels)
             teacher, teacher_valid = (each.flatten(0, 1) for each in deciding)
+        copied, copy_logits = None, None
+        if self.copies and self.lookup is not None and passages is not None:
+            tokens, lengths = (each.flatten(0, 1) for each in passages)
+            copied = (tokens[:, : self.num_labels] == labels).cumprod(-1).bool() & (lengths > 0)[:, None]
+            copy_logits = self.lookup.copy_logits(lengths, frames)
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
         left, right = None, None
         if self.markov is not None:
             left, right = self.markov.factors(torch.cat([roots.flatten()[:, None], labels], 1), weights)
         if vocabulary is not None:
             labels, valid = vocabulary.cut(labels, valid)
-        anchored = AnchoredFrames(frames.flatten(0, 1), labels, valid, left, teacher, teacher_valid)
+        anchored = AnchoredFrames(frames, labels, valid, left, teacher, teacher_valid, copied, copy_logits)
         if self.training and self.num_columns:
             return sample_columns(anchored, weights.head, right, self.num_columns, self.has_blank)
         return anchored, weights.head, right
@@ -318,12 +355,14 @@ class ParallelDrafter(LearnedDrafter):
         passages = self._passages(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
         frames = self._frames(context, anchor, root, embedding, mask, passages)[:, 0]
         self.draft_forwards += 1
-        return self.tree(frames, seq[-1], self.base_weights, limits)
+        return self.tree(frames, seq[-1], self.base_weights, limits, passages)
 
-    def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+    def tree(
+        self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits, passages: Passages | None = None
+    ) -> DraftTree:
         """The tree that `propose` returns, from frame states (1, T, D) below a root token."""
         roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
-        return self.trees(frames, roots, base_weights, limits)[0]
+        return self.trees(frames, roots, base_weights, limits, passages)[0]
 
     @torch.inference_mode()
     def propose_batch(
@@ -355,7 +394,7 @@ class ParallelDrafter(LearnedDrafter):
             each = [self._passages(text[None], torch.tensor([[len(text) - 1]])) for text in texts]
             passages = Passages(*(torch.cat(parts) for parts in zip(*filter(None, each), strict=True)))
         frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense, passages)[:, 0]
-        return self.trees(frames, roots, base_weights, limits)
+        return self.trees(frames, roots, base_weights, limits, passages)
 
     @torch.inference_mode()
     def draft_at(
@@ -369,5 +408,5 @@ class ParallelDrafter(LearnedDrafter):
             part, passages = anchors[here], found and Passages(*(each[:, here] for each in found))
             mask, roots = self._mask(part[None], context).best(), input_ids[part]
             frames = self._frames(context, part[None], roots[None], base_weights.embedding, mask, passages)[0]
-            trees += self.trees(frames, roots, base_weights, limits)
+            trees += self.trees(frames, roots, base_weights, limits, passages)
         return trees

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FREE = "loss", recipe.DRAFT
 """Groups of options that decide no weight: a further training may have others."""
+ADDED = "lookup", "copy"
+"""Options of the trunk that a further training may set."""
 
 
 def load_initial(
@@ -30,7 +32,7 @@ def load_initial(
     The folder, or ``OWNER/NAME@REVISION`` on the hub, is that of an exported or imported drafter, whose layers may have
     sizes of their own: the shape is returned too. Raises ValueError if it holds no drafter, one for another base, or
     one that computes something else than ``build`` and its class_path and init_args, ``recipe_node``, describe. Only a
-    lookup (``lookup``) may be added, which changes nothing until it is trained.
+    ``lookup``, which changes nothing until it is trained, and the ``copy`` of what it finds may be added.
     """
     loaded, config = checkpoint.load(drafter_folder(folder))
     check_fit(config, base)
@@ -40,8 +42,7 @@ def load_initial(
         raise ValueError(f"the drafter in {folder} is {theirs.__name__}, and model.drafter is {ours.__name__}")
     if isinstance(recipe_node, Mapping):
         given, stored = (_fixed_options(theirs, args) for args in (recipe_node["init_args"] or {}, config.init_args))
-        if not stored.get("lookup"):
-            stored.pop("lookup", None)
+        stored = {name: value for name, value in stored.items() if value or name not in ADDED}
         _refuse(folder, {name: value for name, value in stored.items() if given.get(name) != value})
     layers = loaded.required_outputs.hidden_layers
     if drafter.required_outputs.hidden_layers != layers:

@@ -11,6 +11,7 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
 from drafters.ctc.trees import Bias, draw, paper_trees
 from drafters.losses import gathered_logits
+from drafters.nn.lookup import Passages
 from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
@@ -101,6 +102,8 @@ class CTC(ParallelDrafter):
                 f"tree {draft.tree} has no bias between tokens and no node probabilities: leave out markov_rank and "
                 "min_probability, or set tree to prefix"
             )
+        if trunk.copy and (loss.objective == "ctc" or draft.tree in OVER_FRAMES):
+            raise ValueError(f"objective ctc and the trees {', '.join(OVER_FRAMES)} know no copies: set copy to false")
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
@@ -131,9 +134,11 @@ class CTC(ParallelDrafter):
             return paper_trees(candidates, limits, same_length=self.draft_options.tree == "paper")
         return search(candidates, limits, self.merge_repeats)
 
-    def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+    def tree(
+        self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits, passages: Passages | None = None
+    ) -> DraftTree:
         if not self.draws:
-            return super().tree(frames, root, base_weights, limits)
+            return super().tree(frames, root, base_weights, limits, passages)
         weights, markov, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)[0]  # (T, V' + 1)
         bias: Bias | None = markov

@@ -18,14 +18,11 @@ from torch.nn import functional as F
 
 from drafters.checks import check_at_least
 from drafters.losses import gathered_logits, label_weights
-from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
 from drafters.losses.chunks import anchors_per_chunk, chunked
 from drafters.losses.divergences import divergence
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.protocol import at_least_one
-
-IMPOSSIBLE = -1e30
-"""Log-probability of the impossible; finite, so that the difference of two of them is finite too."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +82,16 @@ def ctc_loss(
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
         emissions = emit(x, head, output)
         states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels, merge_repeats)
-        counts = x.valid & is_possible(states.prefix)  # (A, U)
-        acceptance = torch.where(counts, states.prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
+        prefix = x.with_copies(states.prefix)
+        counts = x.valid & is_possible(prefix)  # (A, U)
+        acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
         if needs_draft:
             with torch.set_grad_enabled(torch.is_grad_enabled() and bool(options.distillation)):
                 draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
         if options.until_failure is not None:
             is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
             counts = label_weights.until_failure(counts, is_drafted)
-        prefix = torch.where(counts, states.prefix, 0.0)
+        prefix = torch.where(counts, prefix, 0.0)
         weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         loss = options.label_weight * objective

@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+IMPOSSIBLE = -1e30
+"""Log-probability and logit of the impossible; finite, so that the difference of two of them is finite too."""
 
 
 class AnchoredFrames(NamedTuple):
@@ -15,10 +19,22 @@ class AnchoredFrames(NamedTuple):
     left: Tensor | None = None  # (A, U + 1, R) left factor of the Markov bias after the root and y_1..y_U
     teacher: Tensor | None = None  # (A, U, D) the base's last hidden states that decide y_1..y_U, for distillation
     teacher_valid: Tensor | None = None  # (A, U) bool, where the base has read y_1..y_{u-1} itself; None: everywhere
+    copied: Tensor | None = None  # (A, U) bool, where the passage of a lookup begins with y_1..y_u, if it is copied
+    copy_logits: Tensor | None = None  # (A,) logits that the draft is this passage
 
     def taught(self) -> Tensor:
         """(A, U) bool: the valid labels whose distribution the teacher gives."""
         return self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
+
+    def with_copies(self, log_probs: Tensor) -> Tensor:
+        """log P(the draft begins with y_1..y_u) (A, U), from that of a draft that is no copy.
+
+        With probability c the draft is the passage, so that is c * [the passage begins so] + (1 - c) * P.
+        """
+        if self.copied is None or self.copy_logits is None:
+            return log_probs
+        copy, own = F.logsigmoid(self.copy_logits)[:, None], F.logsigmoid(-self.copy_logits)[:, None]
+        return torch.logaddexp(own + log_probs, torch.where(self.copied, copy, IMPOSSIBLE))
 
 
 def valid_positions(loss_mask: Tensor) -> Tensor:

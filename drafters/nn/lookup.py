@@ -1,4 +1,4 @@
-"""Lookup: every frame reads the token that an earlier passage of the text has in its place, as in prompt lookup."""
+"""Lookup: what an earlier passage of the text has in their place is read by the frames, or is the draft itself."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ from numba import njit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafters.losses.anchors import IMPOSSIBLE
 from drafters.protocol import BaseShape
 
 MAX_NGRAM = 8  # tokens; a longer match counts as one of so many
@@ -25,14 +26,20 @@ class Lookup(nn.Module):
 
     The embedding is normed, scaled by a vector for each number of matching tokens, which training makes as large as
     such matches are worth, and projected. The projection starts at zero, so training starts as if there was no lookup.
+
+    One that ``copies`` also gives the probability that the draft is the passage itself: a logistic function of the
+    frames' mean state, with a bias for each number of matching tokens.
     """
 
-    def __init__(self, base: BaseShape) -> None:
+    def __init__(self, base: BaseShape, copies: bool = False) -> None:
         super().__init__()
         self.norm_eps = base.norm_eps
         self.scale = nn.Parameter(torch.full((MAX_NGRAM, base.hidden_size), 0.2))
         self.proj = nn.Linear(base.hidden_size, base.hidden_size, bias=False)
         nn.init.zeros_(self.proj.weight)
+        if copies:
+            self.copy_bias = nn.Parameter(torch.linspace(-3.0, 0.0, MAX_NGRAM))  # near what SmolLM2's text gives
+            self.copy_state = nn.Parameter(torch.zeros(base.hidden_size))
 
     def find(self, texts: Tensor, anchors: Tensor, num_tokens: int) -> Passages:
         """The passages at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
@@ -53,6 +60,16 @@ class Lookup(nn.Module):
         embedded = embedding[tokens].to(scale.dtype)
         normed = F.rms_norm(embedded, embedded.shape[-1:], eps=self.norm_eps)
         return self.proj(normed * scale[..., None, :])
+
+    def copy_logits(self, lengths: Tensor, states: Tensor) -> Tensor:
+        """Logits (A,) that a draft is its passage, in float32 at least, from match lengths (A,) and states (A, T, D).
+
+        Where nothing matched they are `IMPOSSIBLE`.
+        """
+        dtype = torch.promote_types(self.copy_state.dtype, torch.float32)
+        with torch.autocast(states.device.type, enabled=False):
+            logits = states.mean(1, dtype=dtype) @ self.copy_state.to(dtype)
+        return torch.where(lengths > 0, logits + self.copy_bias.to(dtype)[lengths - 1], IMPOSSIBLE)
 
 
 @njit(cache=True)

@@ -39,7 +39,7 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
     assert max(tree.depths) <= 3 and len(tree) == 12
 
 
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}, {"lookup": True}])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}, {"lookup": True, "copy": True}])
 def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
     drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
     base_weights = in_float64(base_weights)
@@ -98,11 +98,11 @@ class Case:
                 weight.data = draw(*weight.shape)
             self.leaves += [*self.markov.parameters()]
 
-    def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, **options):
+    def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, copies=(), **options):
         previous, left, right = torch.cat([self.roots[:, None], self.labels], 1), None, None
         if self.markov is not None:
             left, right = self.markov.factors(previous)
-        anchored = AnchoredFrames(self.frames, self.labels, valid, left, teacher, teacher_valid)
+        anchored = AnchoredFrames(self.frames, self.labels, valid, left, teacher, teacher_valid, *copies)
         return cross_entropy(anchored, self.head, right, LabelLossOptions(**options), max_bytes=max_bytes)
 
     def log_distributions(self):
@@ -118,6 +118,24 @@ class Case:
 
 
 has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "Markov bias"])
+
+
+@has_bias
+def test_with_copies_a_label_has_its_probability_given_the_labels_before(has_bias):
+    case = Case(has_bias)
+    copied = torch.arange(U) < torch.arange(A)[:, None] % (U + 1)
+    logits = torch.linspace(-2, 3, A, dtype=torch.float64, requires_grad=True)
+    ours, metrics = case.loss(copies=(copied, logits), decay=0.6)
+    token = case.log_distributions().gather(-1, case.labels[..., None])[..., 0]
+    share = logits.sigmoid()[:, None]
+    prefix = torch.cat([torch.ones(A, 1), (1 - share) * token.exp().cumprod(-1) + share * copied], 1)
+    weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    expected = -(weights * (prefix[:, 1:] / prefix[:, :-1]).log()).sum() / 4
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(metrics["expected_acceptance"], (prefix[:, 1:] * VALID).sum().detach() / 4)
+    leaves = [*case.leaves, logits]
+    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (ours, expected)), rtol=0, atol=1e-12)
 
 
 @has_bias

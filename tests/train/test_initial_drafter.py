@@ -143,6 +143,7 @@ def test_a_lookup_may_be_added_and_changes_nothing_until_it_is_trained(fit, trai
     plain, lookup = (), ("--model.drafter.init_args.trunk.lookup", "true")
     without, added = (fit(trained.folder, *options, subcommand="validate") for options in (plain, lookup))
     assert "val/acceptance_length" in without.out == added.out
+    assert fit(trained.folder, *lookup, "--model.drafter.init_args.trunk.copy", "true", subcommand="validate").code == 0
 
 
 # ---- the draft vocabulary

@@ -44,6 +44,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 2},
         {"lookup": True},
         {"lookup": True, "window": 6},
+        {"lookup": True, "copy": True},
     ],
 )
 def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
@@ -168,16 +169,30 @@ def test_the_blank_logit_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make
     torch.testing.assert_close(blank, frames.float() @ drafter.blank_row.float() + drafter.blank_bias.float())
 
 
+def passage_at(drafter, ids, anchor):
+    """The tokens that a drafter may copy at an anchor, and the number of tokens before them that match."""
+    if not drafter.copies:
+        return [], 0
+    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1), drafter.num_frames)
+    return tokens[0, 0].tolist(), lengths[0, 0].item()
+
+
 @pytest.mark.parametrize("merges", [True, False])
-@pytest.mark.parametrize("arguments", [{"markov_rank": 3}, {}, {"tree": "chain", "markov_rank": 3}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"markov_rank": 3}, {}, {"tree": "chain", "markov_rank": 3}, {"lookup": True, "copy": True}], ids=str
+)
 def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments, merges):
     drafter = make_ctc(merge_repeats=merges, **arguments)
-    hidden, ids = torch.randn(12, 16), torch.randint(0, 23, (12,))
+    hidden, ids = torch.randn(12, 16), torch.randint(0, 3 if drafter.copies else 23, (12,))
     anchors = torch.tensor([3, 7, 11])
     trees = drafter.draft_at(hidden, ids, anchors, base_weights)
     frames = drafter(hidden[None], anchors[None], ids[anchors][None], base_weights.embedding, ids[None])[0]
-    for tree, anchor, own in zip(trees, anchors.tolist(), frames, strict=True):
+    passages, lengths = map(list, zip(*(passage_at(drafter, ids, anchor) for anchor in anchors), strict=True))
+    for tree, anchor, own, passage, length in zip(trees, anchors.tolist(), frames, passages, lengths, strict=True):
         assert len(tree) > 1
+        share = 0.0
+        if length:
+            share = (own.mean(0) @ drafter.lookup.copy_state + drafter.lookup.copy_bias[length - 1]).sigmoid().item()
         for node, probability in enumerate(tree.probabilities):
             labels, left, right = torch.tensor([tree.path_tokens(node)]), None, None
             if drafter.markov is not None:
@@ -185,7 +200,10 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
             anchored = AnchoredFrames(own[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
             emissions = emit(anchored, base_weights.head, CTCOutput(drafter.blank_row, drafter.blank_bias[0], right))
             states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels, merges)
-            assert probability == pytest.approx(states.prefix[0, -1].exp().item(), rel=1e-4)
+            is_copied = tree.path_tokens(node) == passage[: tree.depths[node]]
+            expected = (1 - share) * states.prefix[0, -1].exp().item() + share * is_copied
+            if not is_copied or probability != pytest.approx(share):  # what the search did not find is only copied
+                assert probability == pytest.approx(expected, rel=1e-4)
 
 
 @torch.inference_mode()

@@ -150,6 +150,25 @@ def any_case(request, literal_texts):
     return Case(literal_texts, *request.param)
 
 
+def test_a_copy_adds_its_probability_to_every_prefix_of_the_passage(any_case):
+    copied = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool()
+    logits = torch.linspace(-2, 3, A, dtype=torch.float64, requires_grad=True)
+    anchored = any_case.anchored()._replace(copied=copied, copy_logits=logits)
+    ours, metrics = any_case.loss(anchored, decay=0.6)
+    total, accepted = torch.zeros((), dtype=torch.float64), 0.0
+    for anchor, share in enumerate(logits.sigmoid()):
+        label, texts = LABELS[anchor, : LENGTHS[anchor]].tolist(), any_case.texts(anchor)
+        own = [texts.begins(label[: u + 1]) for u in range(len(label))]
+        prefix = [(1 - share) * p + share * is_copied for p, is_copied in zip(own, copied[anchor], strict=False)]
+        factors = [(0.6**u, p) for u, p in enumerate(prefix) if p > 0]
+        total = total - sum(w * p.log() for w, p in factors) / sum(w for w, _ in factors) if factors else total
+        accepted += sum(prefix)
+    torch.testing.assert_close(ours, total / (LENGTHS > 0).sum(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(metrics["expected_acceptance"], accepted.detach() / 5, rtol=0, atol=1e-12)
+    leaves = [*any_case.leaves, logits]
+    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (ours, total / 5)), rtol=0, atol=1e-10)
+
+
 # ---- the recursion
 
 REACHABLE = [[1], [1, 2], [2, 2], [0, 1, 0], [1, 1, 1], [0, 1, 2, 0, 1], [2, 0, 0, 1]]

@@ -205,9 +205,9 @@ class ParallelDrafter(LearnedDrafter):
             return trees
         assert self.lookup is not None and passages is not None, "the passages to be copied were not given"
         tokens, lengths = (each.flatten(0, 1) for each in passages)
-        shares = self.lookup.copy_logits(lengths, frames).sigmoid().tolist()
-        each = zip(trees, tokens.tolist(), shares, strict=True)
-        return [with_passage(tree, passage, share, search_limits) for tree, passage, share in each]
+        shares = self.lookup.copy_logits(lengths, frames).sigmoid()[:, None]
+        rows = torch.cat([shares, tokens.to(shares.dtype)], 1).tolist()  # one copy; float32 holds token ids exactly
+        return [with_passage(tree, row[1:], row[0], search_limits) for tree, row in zip(trees, rows, strict=True)]
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""

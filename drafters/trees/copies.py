@@ -6,7 +6,7 @@ from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.search import SearchLimits
 
 
-def with_passage(tree: DraftTree, passage: Sequence[int], share: float, limits: SearchLimits) -> DraftTree:
+def with_passage(tree: DraftTree, passage: Sequence[float], share: float, limits: SearchLimits) -> DraftTree:
     """The most probable nodes if the draft is the passage with probability ``share``, and otherwise as in the tree.
 
     The probability of a path is (1 - share) times that in the tree, plus the share if the passage begins with it. So a
@@ -19,7 +19,7 @@ def with_passage(tree: DraftTree, passage: Sequence[int], share: float, limits: 
     for parent, token in zip(tree.parents, tree.tokens, strict=True):
         grown.child(parent, token)
     node, path = ROOT, list[int]()
-    for token in passage[: limits.max_depth]:
+    for token in map(int, passage[: limits.max_depth]):
         node = grown.child(node, token)
         path.append(node)
         probs += [0.0] * (len(grown.tokens) - len(probs))

@@ -43,7 +43,7 @@ DRAWN = {  # drafters with weights that sample their drafts
 CTC_OPTIONS = {  # further options of the CTC drafter
     "ctc, draft vocabulary": (drafters.CTC, lossless.CTC | {"markov_rank": 3, "draft_vocab_size": 20}, {}),
     "ctc, reads tokens": (drafters.CTC, lossless.CTC | {"tokens_in_context": True}, {}),
-    "ctc, looks up": (drafters.CTC, lossless.CTC | {"lookup": True}, {}),
+    "ctc, copies": (drafters.CTC, lossless.CTC | {"lookup": True, "copy": True}, {}),
 }
 DRAFTING_MODELS = {  # by drafter: its copies to the host for each forward of its model
     "draft_model": 1,
@@ -60,8 +60,8 @@ def copies_of(name):
         return 1, 2
     if name.startswith("eagle") and name.endswith("static"):
         return 2, 6  # the first draft copies the layout of the tree
-    if name.startswith("eagle") or name in ("ctc, reads tokens", "ctc, looks up"):
-        return 2, 5
+    if name.startswith("eagle") or name in ("ctc, reads tokens", "ctc, copies"):
+        return 2 + (name == "ctc, copies"), 5
     return (2, 4) if name in lossless.LEARNED | CTC_OPTIONS or name == "merged" else (1, 3)
 
 

@@ -22,7 +22,7 @@ RECIPES = {
         CTC | {"markov_rank": 3, "distillation": 0.5, "num_layers": 2, "hidden_layers": [0, -1]},
     ),
     "ctc, reads tokens": (drafters.CTC, CTC | {"tokens_in_context": True}),
-    "ctc, looks up": (drafters.CTC, CTC | {"lookup": True}),
+    "ctc, copies": (drafters.CTC, CTC | {"lookup": True, "copy": True}),
     "block": (drafters.Block, {"num_frames": 4, "top_k": 5, **SMALL}),
     "block, bias and distillation": (
         drafters.Block,
@@ -68,7 +68,7 @@ def train(base, drafter_class, arguments, accelerator=None):
 def copies_of_a_step(name):
     """Copies to the host in a training step, how many anchors or terms there are and how far masks reach on a CPU, and
     to the device; with a lookup the text and what is found in it, too."""
-    if name == "ctc, looks up":
+    if name == "ctc, copies":
         return 3, 1
     return {"eagle": 1, "eagle3": 7}.get(name, 2 if name.startswith(("ctc", "block")) else 1), 0
 

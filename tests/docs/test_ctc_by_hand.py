@@ -228,6 +228,14 @@ def test_the_biased_column_sums_over_all_alignments():
         check(BEGINS_BIASED[text], biased)
 
 
+def test_copies_add_half_of_the_passage_to_half_of_what_the_frames_say():
+    passage = text_of("good very good")
+    for cell, plain, copied in TABLES["g", "P(begins g)", "with copies"]:
+        text = text_of(cell)
+        check(BEGINS[text], plain)
+        check((BEGINS[text] + (passage[: len(text)] == text)) / 2, copied)
+
+
 # ---- loss and sampling
 
 

@@ -39,6 +39,7 @@ RECIPES = {
                 "num_frames": 8,
                 "tokens_in_context": True,
                 "lookup": True,
+                "copy": True,
                 "markov_rank": 16,
                 "markov_factors": "base",
             },

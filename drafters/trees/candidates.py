@@ -20,29 +20,19 @@ NUM_AT_ONCE = 16  # drafts whose candidates are chosen together: of a large voca
 
 
 class Symbols(NamedTuple):
-    """What the frames of A drafts may show: N tokens, then the blank if there is one, and then, in a part, the rest.
+    """What the frames of A drafts may show: N likely tokens, the blank if there is one, and the rest.
 
-    The rest stands for all tokens that the part leaves out: it has their probability, and no bias.
+    The rest stands for all other tokens: it has their probability, and no bias.
     """
 
-    logits: Tensor  # (A, T, W)
+    log_probs: Tensor  # (A, T, W)
     tokens: Tensor  # (A, N)
-    has_blank: bool
     left: Tensor  # (V, R) left factor of the Markov bias
-    right: Tensor  # (W, R) its right factor, or that of a part (A, W, R)
+    right: Tensor  # (A, W, R) its right factor
 
     def bias(self, before: Tensor) -> Tensor:
         """What the tokens before (A, K) add to the logits: (A, K, W)."""
         return embedding(before, self.left) @ self.right.mT
-
-    def part(self, columns: Tensor) -> Symbols:
-        """Only the tokens of these columns (A, n). The logits must be log-probabilities, and those of the part are."""
-        kept = pad(columns, (0, self.has_blank), value=self.tokens.shape[1])
-        shown = _at(self.logits, kept)
-        rest = (1 - shown.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(shown.dtype).tiny).log()
-        right = pad(embedding(kept, self.right), (0, 0, 0, 1))
-        shown = torch.cat([shown, rest], -1)
-        return self._replace(logits=shown, tokens=self.tokens.gather(1, columns), right=right)
 
 
 def choose(
@@ -90,11 +80,15 @@ def _choose(
         best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
         return tokens.gather(1, best), _at(probs, pad(best, (0, has_blank), value=vocab_size))
     left, right = map(at_least_float32, (markov.left, markov.right))
-    symbols = Symbols(logits.log_softmax(-1), tokens, has_blank, left, right)
-    likely = symbols.logits[..., :vocab_size].amax(1).topk(min(vocab_size, max(NUM_LIKELY, num_candidates))).indices
-    symbols = symbols.part(likely)
+    log_probs = logits.log_softmax(-1)
+    likely = log_probs[..., :vocab_size].amax(1).topk(min(vocab_size, max(NUM_LIKELY, num_candidates))).indices
+    kept = pad(likely, (0, has_blank), value=vocab_size)
+    shown = _at(log_probs, kept)
+    rest = (1 - shown.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(shown.dtype).tiny).log()
+    own_right = pad(embedding(kept, right), (0, 0, 0, 1))
+    symbols = Symbols(torch.cat([shown, rest], -1), tokens.gather(1, likely), left, own_right)
     best = short_list(symbols, roots, min(vocab_size, max(NUM_LISTED, num_candidates)))
-    probs, columns = symbols.logits.softmax(-1), pad(best, (0, has_blank), value=symbols.tokens.shape[1])
+    probs, columns = symbols.log_probs.softmax(-1), pad(best, (0, has_blank), value=likely.shape[1])
     chosen = symbols.tokens.gather(1, best)
     # softmax(z + B) is softmax(z) * exp(B), normalised again.
     factors = symbols.bias(torch.cat([chosen, roots[:, None]], 1)).to(probs.dtype).softmax(-1)  # (A, C + 1, W)
@@ -107,10 +101,10 @@ def short_list(symbols: Symbols, roots: Tensor, size: int) -> Tensor:
     """The columns (A, size) of the tokens that are likely in a frame, or that the bias makes likely after such a token.
 
     A token counts with its largest probability in any frame, times what the bias makes of it after the token before
-    that favours it most: the root, or one of 8 likely tokens, which counts with its own largest probability. The
-    symbols are a part, with the most probable tokens first.
+    that favours it most: the root, or one of the 8 most likely tokens, which come first and count with their own
+    largest probability.
     """
-    likely = symbols.logits[..., : symbols.tokens.shape[1]].amax(1)  # (A, N)
+    likely = symbols.log_probs[..., : symbols.tokens.shape[1]].amax(1)  # (A, N)
     raised = symbols.bias(torch.cat([roots[:, None], symbols.tokens[:, :NUM_BEFORE]], 1))[..., : likely.shape[1]]
     raised = raised - raised.mean(-1, keepdim=True) + pad(likely[:, :NUM_BEFORE], (1, 0))[..., None]  # (A, 1 + 8, N)
     return (likely + raised.amax(1).clamp(min=0)).topk(size).indices

@@ -130,5 +130,5 @@ def test_a_short_list_has_the_likely_tokens_and_the_likely_successors_of_the_roo
     left, right = torch.eye(V), torch.zeros(V, V)
     for before, after in ((8, 5), (1, 6), (2, 7), (0, 4)):  # only two tokens and the root, 8, may come before
         right[after, before] = 50.0
-    symbols = Symbols(frames, torch.arange(8)[None], True, left, right)
+    symbols = Symbols(frames, torch.arange(8)[None], left, right[None])
     assert set(module.short_list(symbols, torch.tensor([8]), 5)[0].tolist()) == {5, 6, 4, 0, 1}

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 IMPOSSIBLE = -1e30
-"""Log-probability and logit of the impossible; finite, so that the difference of two of them is finite too."""
+"""Log-probability of the impossible; finite, so that the difference of two of them is finite too."""
 
 
 class AnchoredFrames(NamedTuple):

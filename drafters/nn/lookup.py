@@ -8,7 +8,6 @@ from numba import njit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.losses.anchors import IMPOSSIBLE
 from drafters.protocol import BaseShape
 
 MAX_NGRAM = 8  # tokens; a longer match counts as one of so many
@@ -64,12 +63,12 @@ class Lookup(nn.Module):
     def copy_logits(self, lengths: Tensor, states: Tensor) -> Tensor:
         """Logits (A,) that a draft is its passage, in float32 at least, from match lengths (A,) and states (A, T, D).
 
-        Where nothing matched they are `IMPOSSIBLE`.
+        Where nothing matched they are the smallest number: the probability is 0.
         """
         dtype = torch.promote_types(self.copy_state.dtype, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
             logits = states.mean(1, dtype=dtype) @ self.copy_state.to(dtype)
-        return torch.where(lengths > 0, logits + self.copy_bias.to(dtype)[lengths - 1], IMPOSSIBLE)
+        return torch.where(lengths > 0, logits + self.copy_bias.to(dtype)[lengths - 1], torch.finfo(dtype).min)
 
 
 @njit(cache=True)

@@ -17,8 +17,6 @@ from inference.vllm.own_methods import spec_of_folder
 SUPPORTED = "0.32", "0.33"
 """Versions of vLLM whose hook the plugin knows: tested in the first, compared with the source of the second."""
 REQUIREMENT = "vllm>=0.32,<0.34"
-MIN_PROBABILITY = 0.15
-"""Below which a token of a chain is left out, unless the drafter says otherwise: half the tokens, as many accepted."""
 
 
 def check_version(version: str) -> None:
@@ -59,9 +57,7 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
-    chain: dict[str, object] = {"tree": "chain", "num_nodes": num_tokens}
-    if "min_probability" not in dict(parts.pairs):
-        chain["min_probability"] = draft.get("min_probability") or MIN_PROBABILITY
+    chain = {"tree": "chain", "num_nodes": num_tokens}
     init_args = config.init_args | {recipe.DRAFT: draft | chain}
     return drafter_specs.drafter_folder(folder or ""), replace(config, init_args=init_args)
 

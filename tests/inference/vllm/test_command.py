@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from data.tokenizer import tokenizer_hash
 from drafters import CTC, BaseShape, checkpoint
 from inference.vllm import command
-from inference.vllm.served_drafter import MIN_PROBABILITY, check_version, read_parallel
+from inference.vllm.served_drafter import check_version
 from train.cli import run_drafters as main
 
 BASE = "checkpoints/tiny-chat"
@@ -248,12 +248,3 @@ def test_another_version_of_vllm_is_refused(version, monkeypatch, capsys):
     check_version("0.33.0")
     monkeypatch.setattr(command, "version", lambda package: version)
     assert f"vLLM {version} is not supported" in refusal(capsys, "anpd", "--base", BASE)
-
-
-@pytest.mark.parametrize(
-    ("draft", "options", "least"),
-    [({}, "", MIN_PROBABILITY), ({"min_probability": 0.4}, "", 0.4), ({}, ":min_probability=0", 0)],
-)
-def test_a_chain_leaves_improbable_tokens_out_unless_the_drafter_says_otherwise(folder, draft, options, least):
-    _, config = read_parallel(f"ctc={folder(draft=draft)}{options}", command._read_base(BASE), 6)
-    assert config.build().draft_options.min_probability == least

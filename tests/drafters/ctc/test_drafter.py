@@ -206,6 +206,15 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
                 assert probability == pytest.approx(expected, rel=1e-4)
 
 
+def test_whether_a_chain_copies_does_not_depend_on_how_deep_it_may_be(make_ctc, base_weights):
+    drafter = make_ctc(lookup=True, copy=True, tree="chain")
+    hidden, ids = torch.randn(40, 16), torch.randint(0, 3, (40,))
+    inputs = hidden, ids, torch.arange(1, 39), base_weights
+    for depth in (1, 2, 3):
+        chains = zip(drafter.draft_at(*inputs, Limits(max_depth=depth)), drafter.draft_at(*inputs), strict=True)
+        assert all(list(own.tokens) == list(whole.tokens[:depth]) for own, whole in chains)
+
+
 @torch.inference_mode()
 def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights):
     drafter = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999)

@@ -198,18 +198,16 @@ class ParallelDrafter(LearnedDrafter):
         logits = self.logits(frames, weights)  # (A, T, V') or, with a blank, (A, T, V' + 1)
         candidates = choose(logits, roots, len(weights.head), self.num_candidates, bias, vocabulary)
         options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
-        depth, is_chain = min(limits.max_depth, self.num_frames), options.tree == "chain"
-        if is_chain and self.copies:  # whether to copy is decided over the whole path
-            depth = self.num_frames
+        is_chain = options.tree == "chain"  # cut in the end, as whether to copy is decided over the whole path
+        depth = self.num_frames if is_chain else min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
         trees = self.search(candidates, search_limits)
-        if not self.copies:
-            return trees
-        assert self.lookup is not None and passages is not None, "the passages to be copied were not given"
-        tokens, lengths = (each.flatten(0, 1) for each in passages)
-        shares = self.lookup.copy_logits(lengths, frames).sigmoid()[:, None]
-        rows = torch.cat([shares, tokens.to(shares.dtype)], 1).tolist()  # one copy; float32 holds token ids exactly
-        trees = [with_passage(tree, row[1:], row[0], search_limits) for tree, row in zip(trees, rows, strict=True)]
+        if self.copies:
+            assert self.lookup is not None and passages is not None, "the passages to be copied were not given"
+            tokens, lengths = (each.flatten(0, 1) for each in passages)
+            shares = self.lookup.copy_logits(lengths, frames).sigmoid()[:, None]
+            rows = torch.cat([shares, tokens.to(shares.dtype)], 1).tolist()  # one copy; float32 holds token ids exactly
+            trees = [with_passage(tree, row[1:], row[0], search_limits) for tree, row in zip(trees, rows, strict=True)]
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:

@@ -103,7 +103,7 @@ class CTC(ParallelDrafter):
                 "min_probability, or set tree to prefix"
             )
         if trunk.copy and (loss.objective == "ctc" or draft.tree in OVER_FRAMES):
-            raise ValueError(f"objective ctc and the trees {', '.join(OVER_FRAMES)} know no copies: set copy to false")
+            raise ValueError(f"objective ctc and the trees {', '.join(OVER_FRAMES)} know no copies: take prefix")
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed

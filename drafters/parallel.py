@@ -92,9 +92,8 @@ class ParallelDraftOptions:
     Args:
         tree: Kind of tree.
         num_nodes: M, largest number of nodes in a draft tree.
-        top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
-            neighbouring tokens, those that the draft is expected to show most often. Of a large vocabulary, at least
-            96 tokens with such a bias.
+        top_k: T * top_k tokens may enter the tree, those that are most probable in any frame. With a bias between
+            neighbouring tokens at least 96, and likely successors among them.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
             time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did, and
@@ -282,7 +281,10 @@ class ParallelDrafter(LearnedDrafter):
         frames, positions = self._block(roots, anchors, embedding)
         if self.lookup is not None:
             assert passages is not None, "the drafter looks up tokens, and they were not given"
-            frames = frames + self.lookup(passages, embedding).flatten(1, 2).to(frames.dtype)
+            read = self.lookup(passages, embedding)  # (B, A, T, D)
+            if first := self.first_frame:  # each frame reads the token that it predicts
+                read = nn.functional.pad(read, (0, 0, first, -first))
+            frames = frames + read.flatten(1, 2).to(frames.dtype)
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 

@@ -39,6 +39,25 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
     assert max(tree.depths) <= 3 and len(tree) == 12
 
 
+@pytest.mark.parametrize("sample_from_anchor", [True, False])
+def test_a_frame_reads_the_token_of_a_passage_that_it_predicts(make, base_weights, text, sample_from_anchor):
+    """In a causal block a token of the passage changes the states from its own frame on."""
+    drafter = make(sample_from_anchor=sample_from_anchor, lookup=True, causal=True)
+    (hidden, ids), at = text, torch.tensor([[9]])
+    passages = drafter.lookup.find(ids[None], at, 4)._replace(lengths=torch.tensor([[2]]))
+
+    def states(tokens):
+        read = passages._replace(tokens=torch.tensor([[tokens]]))
+        return drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None], read)[0, 0]
+
+    before = states([5, 6, 7, 8])
+    for place in range(drafter.num_labels):
+        changed = [5, 6, 7, 8]
+        changed[place] = 9
+        differs = (states(changed) != before).any(-1)
+        assert differs.tolist() == [frame >= place for frame in range(drafter.num_labels)]
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}, {"lookup": True, "copy": True}])
 def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
     drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]

@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
+
 import drafters
 from data.files import read_json, reading
 from data.tokenizer import find_folder, tokenizer_hash
@@ -224,7 +226,11 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     own_number = {key: value for key, value in trained.items() if key == "num_nodes"}
     if draft := {**trained, **_typed(parts, defaults | own_number)}:
         init_args[recipe.DRAFT] = draft
-    return replace(config, init_args=init_args)
+    config = replace(config, init_args=init_args)
+    if parts.pairs:
+        with torch.device("meta"):
+            config.build()  # so that an option that does not fit is not taken for a damaged file
+    return config
 
 
 def _make_learned(parts: Spec, base: Base) -> LearnedDrafter:

@@ -170,25 +170,17 @@ class DraftTree:
     ) -> DraftTree:
         """Return the tree without the nodes that exceed the limits (`Limits`); the tree itself if none does."""
         scratch_depth = max_depth if max_scratch_depth is None else max_scratch_depth
-        candidates, depths = self.num_candidates, self.depths
-        goes_on_after_eos = not frozenset(eos).isdisjoint(self.tokens) and any(
-            parent != ROOT and self.tokens[parent] in eos for parent in self.parents[:candidates]
-        )
-        if (
-            len(self) <= max_nodes
-            and max(depths[:candidates], default=0) <= max_depth
-            and max(depths[candidates:], default=0) <= scratch_depth
-            and not goes_on_after_eos
-        ):
-            return self
+        candidates = self.num_candidates
         place = {ROOT: ROOT}  # of each node that is kept
-        for node, (parent, depth) in enumerate(zip(self.parents, depths, strict=True)):
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
             is_scratch = node >= candidates
             below_eos = not is_scratch and parent != ROOT and self.tokens[parent] in eos
             is_deep = depth > (scratch_depth if is_scratch else max_depth)
             if parent in place and not is_deep and not below_eos and len(place) <= max_nodes:
                 place[node] = len(place) - 1
         nodes = list(place)[1:]
+        if len(nodes) == len(self):
+            return self
         distributions = (
             replace(each, parent=place[each.parent], draws=tuple(place[node] for node in each.draws if node in place))
             for each in self.distributions

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
-from drafters.eagle.paths import DraftLayer
+from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer
 from drafters.losses import gathered_logits
 from drafters.losses.divergences import DivergenceOptions, distillation_loss
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch

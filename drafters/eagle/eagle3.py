@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least
-from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, unroll_mask
-from drafters.eagle.paths import DraftLayer
+from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
 from drafters.losses import gathered_logits
 from drafters.losses.divergences import DivergenceOptions, distillation_loss
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted

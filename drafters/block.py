@@ -55,12 +55,6 @@ class Block(ParallelDrafter):
 
     Frame 0 carries the root's embedding, all others one mask embedding. Unlike in DFlash, frame 0 predicts too, as in
     DSpark (arXiv 2607.05147), whose Markov bias is an option. ``sample_from_anchor: false`` is DFlash.
-
-    Args:
-        base: Dimensions of the base; filled in by the trainer.
-        trunk: The network.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     def __init__(

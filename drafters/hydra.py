@@ -102,12 +102,6 @@ class Hydra(HeadDrafter):
     draft tokens on its path. Its first layer adds to the state alone, so that it starts like Medusa's. Hydra++ is the
     same with ``prefix_attention``, ``distillation`` and ``num_layers: 4``. A draft is K small steps, counted as one
     draft forward because no step reads the context.
-
-    Args:
-        base: Dimensions of the base; filled in by the trainer.
-        heads: The heads.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     def __init__(

@@ -269,12 +269,6 @@ class Medusa(HeadDrafter):
 
     Head k predicts the k-th token after the root, which the base's own LM head has decided. The output layers start as
     copies of that LM head. A draft is one forward pass.
-
-    Args:
-        base: Dimensions of the base; filled in by the trainer.
-        heads: The heads.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     search = staticmethod(search)  # makes the draft trees of candidates on the host

@@ -74,12 +74,6 @@ class CTC(ParallelDrafter):
     The queries are T frames: a learned frame embedding and the embedding of the root token. They attend to the base's
     hidden states strictly before the root. The base's frozen LM head and one trainable blank row give each frame a
     distribution over V + 1 symbols.
-
-    Args:
-        base: Dimensions of the base; filled in by the trainer.
-        trunk: The network.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     has_blank = True

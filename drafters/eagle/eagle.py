@@ -38,11 +38,8 @@ class EAGLE(AutoregressiveDrafter):
     own.
 
     Args:
-        base: Dimensions of the base; filled in by the trainer.
         fc_bias: Whether the projection of feature and embedding has a bias, as in the paper's code. vLLM's EAGLE has
             none.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     def __init__(

@@ -64,15 +64,11 @@ class EAGLE3(AutoregressiveDrafter):
     next depth continues from the state itself. Training unrolls these steps ("training-time test", section 3.2).
 
     Args:
-        base: Dimensions of the base; filled in by the trainer.
         hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
             eight layers L / 4, L / 2 and the last hidden state.
         own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
         draft_vocab_size: Number of tokens that the drafter's own head knows; null for the whole vocabulary. Training
             chooses the tokens that are most frequent in the assistant's text.
-        layer: The layer.
-        loss: The loss.
-        draft: The draft tree.
     """
 
     draft_tokens: Tensor | None

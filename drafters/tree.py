@@ -193,17 +193,3 @@ class DraftTree:
             tuple(distribution for distribution in distributions if distribution.draws),
             [self.probabilities[node] for node in nodes if node < len(self.probabilities)],
         )
-
-    def validate(self, vocab_size: int) -> None:
-        """Raise AssertionError if the drafter built a malformed tree."""
-        candidates = self.num_candidates
-        assert len(self.tokens) == len(self.parents), "a node has one token and one parent"
-        assert 0 <= self.num_scratch <= len(self.tokens), "num_scratch is out of range"
-        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
-        assert all(parent < candidates for parent in self.parents[:candidates]), "candidates hang on candidates"
-        assert len(self._children) == candidates, "candidate siblings have distinct tokens"
-        assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
-        assert len(self.probabilities) in (0, candidates), "either every candidate has a probability or none has"
-        for each in self.distributions:
-            assert all(self.parents[node] == each.parent for node in each.draws), "draws are children of their parent"
-            assert all(node < candidates for node in each.draws), "a sampled node is a candidate"

@@ -133,6 +133,21 @@ def fresh_cache(base, tokens):
     return cache
 
 
+def check_tree(tree, vocab_size):
+    """Raise AssertionError if a drafter built a malformed tree."""
+    candidates, pairs = tree.num_candidates, list(zip(tree.parents, tree.tokens, strict=False))
+    assert len(tree.tokens) == len(tree.parents), "a node has one token and one parent"
+    assert 0 <= tree.num_scratch <= len(tree.tokens), "num_scratch is out of range"
+    assert all(-1 <= parent < node for node, parent in enumerate(tree.parents)), "parents come before children"
+    assert all(parent < candidates for parent in tree.parents[:candidates]), "candidates hang on candidates"
+    assert len(set(pairs[:candidates])) == candidates, "candidate siblings have distinct tokens"
+    assert all(0 <= token < vocab_size for token in tree.tokens), "a token is outside the vocabulary"
+    assert len(tree.probabilities) in (0, candidates), "either every candidate has a probability or none has"
+    for each in tree.distributions:
+        assert all(tree.parents[node] == each.parent for node in each.draws), "draws are children of their parent"
+        assert all(node < candidates for node in each.draws), "a sampled node is a candidate"
+
+
 class PseudoBase:
     """The attributes that a session reads from a base."""
 
@@ -185,7 +200,7 @@ class PseudoRunner:
 
         from inference.verifier.runner import ForwardOutput
 
-        tree.validate(self.vocab_size)
+        check_tree(tree, self.vocab_size)
         assert pending and max(tree.depths, default=0) <= self.context_length - self.cached - len(pending)
         self.forwards += 1
         self.fed = (list(pending), tree)

@@ -9,6 +9,7 @@ from drafters import DraftTree
 from drafters.ctc.reference import collapse
 from drafters.ctc.trees import collapsed
 from drafters.trees.search import Candidates, SearchLimits
+from tests.conftest import check_tree
 
 BLANK = 23
 CAT, DOG = 5, 6
@@ -16,7 +17,7 @@ CAT, DOG = 5, 6
 
 def texts(tree):
     """The paths of a tree, which must be distinct and draftable."""
-    tree.validate(BLANK)
+    check_tree(tree, BLANK)
     paths = [tuple(tree.path_tokens(node)) for node in range(len(tree))]
     assert len(set(paths)) == len(paths)
     return set(paths)

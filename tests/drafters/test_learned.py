@@ -19,6 +19,7 @@ from drafters import (
     StepResult,
     TrainingBatch,
 )
+from tests.conftest import check_tree
 from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
 
 S, D, V = 20, 16, 23
@@ -96,7 +97,7 @@ def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(mak
         drafter.observe(committed(hidden[done:anchor]))
         done = anchor
         live.append(drafter.propose(ids[: anchor + 1].tolist(), limits))
-        live[-1].validate(V)
+        check_tree(live[-1], V)
     assert len({tuple(tree.tokens) for tree in live}) > 1
     assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
     drafter.chunk_anchors = 2
@@ -160,7 +161,7 @@ def test_drafts_stay_within_their_limits(make, base_weights, kind):
     for depth, nodes in ((0, 99), (1, 99), (2, 5), (99, 0), (99, 1), (99, 7)):
         limits = Limits(depth, nodes, eos)
         tree = drafter.propose(ids[:7].tolist(), limits)
-        tree.validate(V)
+        check_tree(tree, V)
         assert tree.pruned(depth, nodes, eos) is tree
         (known,) = drafter.draft_at(hidden, ids, torch.tensor([6]), base_weights, limits)
         assert ([*known.tokens], [*known.parents]) == ([*tree.tokens], [*tree.parents])
@@ -184,7 +185,7 @@ def test_drawn_drafts_depend_on_the_seed_of_the_proposal_alone_and_stay_within_t
     assert [tree.tokens for tree in first] == [tree.tokens for tree in again]
     assert len({tuple(tree.tokens) for tree in first}) > 1
     for tree in first:
-        tree.validate(V)
+        check_tree(tree, V)
         assert tree.pruned(3, 6, ()) is tree
         assert {distribution.parent for distribution in tree.distributions} == set(tree.parents)
 

@@ -12,6 +12,7 @@ from drafters.protocol import Limits, StepResult
 from drafters.training_free.joint import extended
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
+from tests.conftest import check_tree
 
 VOCAB, DEPTH = 5, 4
 
@@ -95,7 +96,7 @@ def test_the_tree_holds_the_most_probable_of_all_continuations(seed):
     merged, seq = trained(rng, learned, num_nodes=12, min_probability=1e-9)
     expected = enumerate_paths(merged, seq, learned, eos)
     tree = merged.propose(seq, Limits(DEPTH, eos=eos))
-    tree.validate(VOCAB)
+    check_tree(tree, VOCAB)
     paths = {tuple(tree.path_tokens(node)): tree.probabilities[node] for node in range(len(tree))}
     best = sorted(expected.values(), reverse=True)[: len(paths)]
     assert len(paths) == 12

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drafters.tree import ROOT, ChildDistribution, DraftTree
+from tests.conftest import check_tree
 
 THE_CAT = DraftTree([11, 12, 13, 14], [-1, 0, -1, 1])
 """    ─┬─ 11 ── 12 ── 14
@@ -69,7 +70,7 @@ def test_pruning_keeps_the_first_nodes_within_the_limits(seed):
     rng = random.Random(seed)
     tree, depth, budget, eos = random_tree(rng, 15), rng.randrange(5), rng.randrange(12), set(rng.sample(range(50), 15))
     pruned = tree.pruned(depth, budget, eos)
-    pruned.validate(50)
+    check_tree(pruned, 50)
     allowed = [
         path
         for path in (tuple(tree.path_tokens(node)) for node in range(len(tree)))
@@ -97,9 +98,9 @@ def test_pruning_keeps_the_first_nodes_within_the_limits(seed):
         ),
     ],
 )
-def test_validate_names_the_broken_rule(tree, broken):
+def test_check_tree_names_the_broken_rule(tree, broken):
     with pytest.raises(AssertionError, match=broken):
-        tree.validate(vocab_size=50)
+        check_tree(tree, 50)
 
 
 # ---- scratch nodes and distributions
@@ -113,7 +114,7 @@ THE_CAT_AND_SCRATCH = THE_CAT.with_scratch([13, 13, 15, 16], [-1, 0, 4, 6])
 
 def test_scratch_nodes_come_after_the_candidates_and_are_never_found_as_children():
     tree = THE_CAT_AND_SCRATCH
-    tree.validate(vocab_size=17)
+    check_tree(tree, 17)
     assert (tree.num_candidates, tree.num_scratch, len(tree)) == (4, 4, 8)
     assert tree.child(ROOT, 13) == 2 and tree.child(0, 13) is None
     assert tree.path_tokens(7) == [13, 15, 16]
@@ -126,7 +127,7 @@ def test_candidates_and_scratch_nodes_have_separate_depth_limits():
 
     def kept(*limits):
         pruned = tree.pruned(*limits)
-        pruned.validate(vocab_size=17)
+        check_tree(pruned, 17)
         return pruned.num_candidates, [tuple(pruned.path_tokens(node)) for node in range(len(pruned))]
 
     assert kept(1, 8, (), 2) == (2, [(11,), (13,), (13,), (11, 13), (13, 15)])
@@ -144,7 +145,7 @@ def test_pruning_updates_the_nodes_of_each_distribution():
         ChildDistribution(1, q, (3,)),
     )
     tree = DraftTree(THE_CAT.tokens, THE_CAT.parents, distributions=distributions)
-    tree.validate(vocab_size=20)
+    check_tree(tree, 20)
     assert tree.pruned(3, 4, ()) is tree
 
     def draws_within(*limits):

@@ -10,6 +10,7 @@ from drafters import DraftTree
 from drafters.ctc.trees import draw, merge, paper_trees, sample_alignments
 from drafters.tree import ROOT
 from drafters.trees.search import Candidates, SearchLimits
+from tests.conftest import check_tree
 
 V, BLANK, START = 3, 3, 1  # tokens 0, 1, 2; the root is token 1
 FAR = SearchLimits(99, 99)
@@ -56,7 +57,7 @@ def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_
     for seed in range(3):
         probs, blank = random_frames(*shape, seed)
         (tree,) = paper_trees(Candidates(np.arange(shape[1])[None], probs[None], blank[None]), limits, same_length)
-        tree.validate(vocab_size=5)
+        check_tree(tree, 5)
         assert tree == literal(probs, blank, limits, same_length) and len(tree) <= num_nodes
 
 
@@ -122,7 +123,7 @@ def test_a_drawn_tree_merges_the_texts_and_has_the_distribution_of_every_inner_n
     spelled = [frames.texts.alignments[frames.texts.whole_of[text][0]].tolist() for text in drawn]
     numbers = np.stack([sum(frames.interval(symbols)) / 2 for symbols in spelled], axis=1)
     tree = draw(frames.logits, START, 3, FAR, Scripted(numbers), frames.bias)
-    tree.validate(V)
+    check_tree(tree, V)
     assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == {
         text[:length] for text in drawn for length in range(1, len(text) + 1)
     }

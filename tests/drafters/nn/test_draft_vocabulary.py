@@ -12,6 +12,7 @@ from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, Trainin
 from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.protocol import UNLIMITED
+from tests.conftest import check_tree
 from tests.drafters.conftest import committed, random_drafter
 
 V, D, S = 12, 8, 18
@@ -153,7 +154,7 @@ def test_drawn_drafts_state_the_distribution_of_an_enumeration_over_the_bases_vo
     drafter, hidden = make(CTC, draws=6), texts(DRAFTED).hidden[0, :6]
     begins = prefixes(*frame_logits(drafter, weights, hidden, root), root)
     tree = ready(drafter, weights, hidden).propose([0] * 6 + [root], Limits(9, draft_seed=3))
-    tree.validate(V)
+    check_tree(tree, V)
     assert len(tree.distributions) > 1
     for children in tree.distributions:
         path = tuple(tree.path_tokens(children.parent)) if children.parent >= 0 else ()

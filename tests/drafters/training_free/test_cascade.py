@@ -10,6 +10,7 @@ from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
+from tests.conftest import check_tree
 
 FAR = Limits(max_depth=100)
 
@@ -51,7 +52,7 @@ def appended_chains(drafter):
             room = Limits(limits.max_depth - num_drafted, limits.max_nodes - num_drafted, limits.eos)
             assert chain == list(fresh.propose(text, room).tokens)
             chains.append(chain)
-        tree.validate(12)
+        check_tree(tree, 12)
         assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
         return tree
 

@@ -10,6 +10,7 @@ from drafters.protocol import Limits
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
+from tests.conftest import check_tree
 
 FAR = Limits(max_depth=100)
 PROMPTS = [1, 2, 3, 17]
@@ -39,7 +40,7 @@ def prompt_of(length, vocab=12):
 
 def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
-    tree.validate(9)
+    check_tree(tree, 9)
     draws = [(each.parent, each.draws, each.replacement) for each in tree.distributions]
     assert draws == [(-1, (0,), True), (0, (1,), True), (1, (2,), True)]
     assert [round(distribution.probs[0].item() - 1 / 9) for distribution in tree.distributions] == [1, 2, 3]

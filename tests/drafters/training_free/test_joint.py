@@ -11,6 +11,7 @@ from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.joint import RUNNERS_UP, Followers, FollowerTable, Joint, extended
 from inference.indexes import count
 from inference.verifier.session import Session
+from tests.conftest import check_tree
 
 FAR = Limits(max_depth=50)
 
@@ -191,7 +192,7 @@ def test_the_tree_is_the_most_probable_nodes(seed, num_nodes, least):
                 expand((*path, token), extended(keys, token, drafter.order), above * p)
 
     expand((), drafter._keys, 1.0)
-    tree.validate(9)
+    check_tree(tree, 9)
     drafted = [probability[tuple(tree.path_tokens(node))] for node in range(len(tree))]
     best = sorted(probability.values(), reverse=True)[:num_nodes]
     assert drafted == pytest.approx(best)

@@ -9,7 +9,7 @@ import pytest
 
 from drafters import REST, DraftTree, SuffixArray
 from drafters.protocol import Limits
-from tests.conftest import refusal
+from tests.conftest import check_tree, refusal
 from tests.drafters.conftest import paths_of
 
 FAR = Limits(max_depth=100)
@@ -147,7 +147,7 @@ def test_the_draft_equals_a_count_of_every_prefix(seed, vocab, shift):
         limits = Limits(depth, nodes, frozenset(eos))
         tree = drafter.propose(seq, limits)
         assert paths_of(tree) == expected
-        tree.validate(shift + vocab)
+        check_tree(tree, shift + vocab)
         assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
 
 

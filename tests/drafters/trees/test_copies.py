@@ -5,6 +5,7 @@ import pytest
 from drafters.tree import DraftTree
 from drafters.trees.copies import with_passage
 from drafters.trees.search import SearchLimits
+from tests.conftest import check_tree
 
 TREE = DraftTree([5, 6, 7, 5], [-1, 0, -1, 2], probabilities=[0.6, 0.5, 0.3, 0.1])
 PATHS = {(5,): 0.6, (5, 6): 0.5, (7,): 0.3, (7, 5): 0.1}
@@ -25,7 +26,7 @@ def test_the_most_probable_paths_of_a_tree_and_a_passage_are_taken(passage, limi
             expected[path] = expected.get(path, 0) + share
     best = sorted(expected.values(), reverse=True)[: limits.num_nodes]
     tree = with_passage(TREE, passage, share, limits)
-    tree.validate(10)
+    check_tree(tree, 10)
     assert list(tree.probabilities) == pytest.approx([p for p in best if p >= limits.min_probability])
     assert all(expected[path] == p for path, p in paths(tree).items())
 

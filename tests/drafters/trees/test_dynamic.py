@@ -8,6 +8,7 @@ import torch
 from drafters.tree import ROOT
 from drafters.trees import dynamic, static
 from drafters.trees.search import SearchLimits
+from tests.conftest import check_tree
 from tests.drafters.conftest import paths_of
 
 V = 4
@@ -56,7 +57,7 @@ def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(dep
     trees = dynamic.grow(walk.first(), walk.step, V**depth, V, SearchLimits(count, depth, eos))
     assert walk.num_steps == depth - 1
     for root, tree in enumerate(trees):
-        tree.validate(V)
+        check_tree(tree, V)
         assert paths_of(tree) == walk.most_probable(root, depth, count, eos)
 
 
@@ -75,7 +76,7 @@ def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
             open_ones = [path for path in children if path[-1] != 1]
             beam = sorted(open_ones, key=lambda path: -walk.probability(root, path))[:width]
         expected = sorted(found, key=lambda path: -walk.probability(root, path))[:count]
-        tree.validate(V)
+        check_tree(tree, V)
         assert paths_of(tree) == expected
 
 
@@ -89,7 +90,7 @@ def test_a_static_tree_has_the_token_of_each_rank_after_its_own_parent(num_nodes
         for path in ranks:
             above = tokens[path[:-1]]
             tokens[path] = (*above, walk.logits(root, above).argsort(descending=True)[path[-1]].item())
-        tree.validate(V)
+        check_tree(tree, V)
         assert [(), *paths_of(tree)] == list(tokens.values())
 
 
@@ -97,7 +98,7 @@ def test_a_parent_comes_before_a_child_of_probability_one():
     certain = torch.tensor([[0.0, 200.0, -200.0, -200.0]])
     step = lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
     tree = dynamic.grow(certain, step, 3, 2, SearchLimits(5, 5))[0]
-    tree.validate(V)
+    check_tree(tree, V)
     assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
 
 
@@ -116,7 +117,7 @@ def test_every_sampled_child_has_the_distribution_it_was_sampled_from():
         walk = Walk(2)
         trees = dynamic.draw(walk.first(), walk.step, 3, 2, temperature, generator)
         for root, tree in enumerate(trees):
-            tree.validate(V)
+            check_tree(tree, V)
             assert tree.distributions[0].parent == ROOT and len(tree.distributions) == 3
             for level, distribution in enumerate(tree.distributions):
                 path = [] if distribution.parent == ROOT else tree.path_tokens(distribution.parent)

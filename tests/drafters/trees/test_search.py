@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from drafters.ctc.reference import FrameDistributions, spell
 from drafters.trees.search import Bias, Candidates, SearchLimits, search
+from tests.conftest import check_tree
 
 TOKENS = np.array([11, 12, 13])
 CTC = pytest.param("ctc", id="ctc")
@@ -56,7 +57,7 @@ class Draft:
 
     def search(self, *limits, **more):
         tree = search(self.candidates, SearchLimits(*limits, **more), self.kind == "ctc")[0]
-        tree.validate(vocab_size=100)
+        check_tree(tree, 100)
         assert (np.diff(tree.probabilities) <= 0).all()
         paths = {tuple(tree.path_tokens(node)): p for node, p in enumerate(tree.probabilities)}
         assert len(paths) == len(tree), "two nodes have the same text"
@@ -131,7 +132,7 @@ def test_rounding_never_puts_a_child_before_its_parent(num_nodes, scale):
     tokens = np.tile(TOKENS, (100, 1))
     for blank in (probs[..., 3], None):
         for tree in search(Candidates(tokens, probs[..., :3], blank), SearchLimits(num_nodes, 8)):
-            tree.validate(vocab_size=100)
+            check_tree(tree, 100)
             assert 0 < len(tree) <= num_nodes
 
 

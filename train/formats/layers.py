@@ -14,6 +14,13 @@ from train.formats.public import PublicCheckpoint
 MAX_SIZE = 1 << 24  # of any number in a configuration
 MAY_BE_ZERO = "sliding_window", "max_window_layers"
 LLAMA3 = "llama3"  # the type of Llama 3's rotary scaling
+ROPE = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_frequency",
+    "high_freq_factor": "rope_high_frequency",
+    "original_max_position_embeddings": "rope_original_length",
+}
+"""Its settings, and the sizes of `BaseShape` that they are here."""
 # The settings of transformers' LLaMA and Qwen3 that decide what a layer computes, and in the last line vLLM's.
 SETTINGS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -21,16 +28,6 @@ SETTINGS = (
     *("rope_parameters", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window"),
     *("max_window_layers", "layer_types", "is_neox_style", "logit_scale"),
 )
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3's scaling of rotary positions, as transformers names its settings."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,7 @@ def layer_config(shape: BaseShape, num_layers: int, context_length: int, model_t
     """The configuration of LLaMA's or Qwen3's layers, as transformers names its settings."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if shape.rope_factor != 1:
-        rope = {
-            "rope_type": LLAMA3,
-            "factor": shape.rope_factor,
-            "low_freq_factor": shape.rope_low_frequency,
-            "high_freq_factor": shape.rope_high_frequency,
-            "original_max_position_embeddings": shape.rope_original_length,
-        }
+        rope = {"rope_type": LLAMA3} | {name: getattr(shape, size) for name, size in ROPE.items()}
     return {
         "model_type": model_type,
         "hidden_size": shape.hidden_size,
@@ -134,14 +125,8 @@ def _scaled(checkpoint: PublicCheckpoint, shape: BaseShape, rope: dict[str, Any]
     """Sizes with the scaling of rotary positions."""
     if rope.get("rope_type") != LLAMA3:
         return shape
-    scaling: Llama3Rope = checkpoint.settings(Llama3Rope, rope)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    scaled: BaseShape = checkpoint.settings(BaseShape, vars(shape) | {ROPE[name]: rope.get(name) for name in ROPE})
+    low, high = scaled.rope_low_frequency, scaled.rope_high_frequency
     if not low < high:
         checkpoint.refuse(f"its rotary scaling has low_freq_factor {low} and high_freq_factor {high}")
-    return replace(
-        shape,
-        rope_factor=scaling.factor,
-        rope_low_frequency=low,
-        rope_high_frequency=high,
-        rope_original_length=scaling.original_max_position_embeddings,
-    )
+    return scaled

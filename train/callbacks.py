@@ -18,16 +18,6 @@ from train.memory import readable
 from train.optimizer import is_accumulating, timer_of
 
 
-class CommandLine(L.Callback):
-    """Writes the command line that trains into checkpoints, for the model card."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["command"] = self.command
-
-
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:
     """Whether metrics are logged at a step."""
     return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]  # set by Lightning's logger connector

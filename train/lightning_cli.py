@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lightning as L
 from jsonargparse import Namespace
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -18,7 +19,7 @@ from data.files import output_lock
 from data.module import ShareGPTData
 from drafters.registry import find_class
 from inference.runs import folder_above
-from train.callbacks import CommandLine, SkipNonFiniteSteps, Speed
+from train.callbacks import SkipNonFiniteSteps, Speed
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
 from train.memory import MemoryEstimate
 from train.module import DrafterTraining
@@ -62,6 +63,7 @@ class DrafterCLI(LightningCLI):
         self.tokenizer = tokenizer
         self.folders: list[str] = []  # of the checkpoints
         self.locks = ExitStack()  # of these folders
+        for_the_card = LambdaCallback(on_save_checkpoint=lambda *args: args[-1].update(command=command))
         with self.locks:
             super().__init__(
                 module,
@@ -69,7 +71,7 @@ class DrafterCLI(LightningCLI):
                 trainer_defaults={
                     "use_distributed_sampler": False,  # the data module distributes batches by length itself
                     "enable_model_summary": False,  # the memory estimate says what is trained
-                    "callbacks": [Preemption(), Speed(), MemoryEstimate(), CommandLine(command)],
+                    "callbacks": [Preemption(), Speed(), MemoryEstimate(), for_the_card],
                 },
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,

@@ -1,7 +1,5 @@
 """Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

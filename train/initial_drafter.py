@@ -40,18 +40,21 @@ def load_initial(
     ours, theirs = type(drafter), type(loaded)
     if ours is not theirs:
         raise ValueError(f"the drafter in {folder} is {theirs.__name__}, and model.drafter is {ours.__name__}")
+    differing: dict[str, Any] = {}
     if isinstance(recipe_node, Mapping):
         given, stored = (_fixed_options(theirs, args) for args in (recipe_node["init_args"] or {}, config.init_args))
         stored = {name: value for name, value in stored.items() if value or name not in ADDED}
-        _refuse(folder, {name: value for name, value in stored.items() if given.get(name) != value})
-    layers = loaded.required_outputs.hidden_layers
-    if drafter.required_outputs.hidden_layers != layers:
-        _refuse(folder, {"hidden_layers": list(layers)})
+        differing = {name: value for name, value in stored.items() if given.get(name) != value}
+    if drafter.required_outputs.hidden_layers != loaded.required_outputs.hidden_layers:
+        differing["hidden_layers"] = list(loaded.required_outputs.hidden_layers)
+    if differing:
+        stated = ", ".join(f"{name}: {value}" for name, value in differing.items())
+        raise ValueError(f"the drafter in {folder} has other options than model.drafter; give it {stated}")
     fresh = {name: weight for name, weight in drafter.state_dict().items() if name.startswith("lookup.")}
     weights = fresh | loaded.state_dict()
     shapes, expected = ({name: weight.shape for name, weight in w.items()} for w in (weights, drafter.state_dict()))
-    if differing := sorted(dict(shapes.items() ^ expected.items())):
-        raise ValueError(f"the drafter in {folder} has other weights than model.drafter: {differing[0]} differs")
+    if other := dict(shapes.items() ^ expected.items()):
+        raise ValueError(f"the drafter in {folder} has other weights than model.drafter: {min(other)} differs")
     drafter.load_state_dict(weights)
     return drafter, config.base
 
@@ -69,12 +72,6 @@ def _fixed_options(drafter_class: type[LearnedDrafter], init_args: Mapping[str, 
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if name not in free
     }
-
-
-def _refuse(folder: str, differing: Mapping[str, Any]) -> None:
-    if differing:
-        stated = ", ".join(f"{name}: {value}" for name, value in differing.items())
-        raise ValueError(f"the drafter in {folder} has other options than model.drafter; give it {stated}")
 
 
 def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | None) -> None:

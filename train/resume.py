@@ -1,7 +1,5 @@
 """Stopping and going on: signals save a checkpoint, and a resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

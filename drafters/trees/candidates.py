@@ -1,7 +1,5 @@
 """The candidate tokens of each draft and their probabilities, copied to the host at once."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

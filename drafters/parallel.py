@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
-from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.anchors import AnchoredFrames, sample_columns
 from drafters.losses.chunks import chunks
 from drafters.losses.label_weights import LabelLossOptions
-from drafters.losses.sampled_columns import sample_columns
 from drafters.nn.anchor_attention import AnchorMask, Mask
 from drafters.nn.draft_cache import Context, DraftCache
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted

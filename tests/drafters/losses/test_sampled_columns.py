@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
-from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.sampled_columns import sample_columns
+from drafters.losses.anchors import AnchoredFrames, sample_columns
 
 A, T, U, V, D, R = 3, 4, 2, 8, 5, 2
 LABELS = torch.tensor([[1, 4], [4, 6], [1, 7]])

@@ -119,14 +119,9 @@ class SelfDraft(Drafter):
         return [gram[:-1] for gram in grams] if self.drop_last else grams
 
     def _with_branches(self, tree: DraftTree) -> DraftTree:
-        tokens: list[int] = []
-        parents: list[int] = []
         for branch in self._branches:
-            first = len(tree) + len(tokens)
-            parents.append(ROOT)
-            parents.extend(range(first, first + len(branch) - 1))
-            tokens += branch
-        return tree.with_scratch(tokens, parents)
+            tree = tree.with_scratch(branch, [ROOT, *range(len(tree), len(tree) + len(branch) - 1)])
+        return tree
 
     def observe(self, step: StepResult) -> None:
         branches, size = self._branches, sum(map(len, self._branches))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.tree import ROOT, ChildDistribution, DraftTree
+from drafters.tree import ROOT, ChildDistribution, DraftTree, Growth
 from drafters.trees.search import SearchLimits
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -93,16 +93,12 @@ def draw(
 
 
 def _chain(levels: list[list[int]], probs: list[Tensor], eos: Collection[int]) -> DraftTree:
-    tokens: list[int] = []
-    parents: list[int] = []
+    tree, node = Growth(), ROOT
     distributions: list[ChildDistribution] = []
-    node = ROOT
     for draws, distribution in zip(levels, probs, strict=True):
-        nodes = {token: len(tokens) + place for place, token in enumerate(dict.fromkeys(draws))}
-        tokens += nodes
-        parents += [node] * len(nodes)
-        distributions.append(ChildDistribution(node, distribution, tuple(nodes[token] for token in draws)))
+        nodes = tuple(tree.child(node, token) for token in draws)
+        distributions.append(ChildDistribution(node, distribution, nodes))
         if draws[0] in eos:
             break
-        node = nodes[draws[0]]
-    return DraftTree(tokens, parents, distributions=tuple(distributions))
+        node = nodes[0]
+    return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))

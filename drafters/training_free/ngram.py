@@ -72,7 +72,6 @@ class _NgramIndex(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        self._clear()
         self._read(prompt)
 
     def rewind(self, length: int) -> None:
@@ -91,10 +90,6 @@ class _NgramIndex(Drafter):
         """Return the n-grams at the end of the text."""
         tail = tuple(self._text[-self._longest :])
         return [tail[start:] for start in range(len(tail) - self._shortest + 1)]
-
-    @abstractmethod
-    def _clear(self) -> None:
-        """Remove all n-grams."""
 
     @abstractmethod
     def _add(self, gram: Gram) -> None:
@@ -128,6 +123,9 @@ class ANPD(_NgramIndex):
         self.order, self.num_draft, self.update = order, num_draft, update
 
     def begin(self, prompt: Sequence[int]) -> None:
+        self._counts: dict[Gram, tuple[int, int]] = {}  # n-gram -> its count and the end of its first occurrence
+        self._best: dict[Gram, tuple[int, int, int]] = {}  # context -> the greatest (count, first end, token)
+        self._replaced: list[tuple[int, int, int] | None] = []  # the best before each `_add`, for `_remove`
         super().begin(prompt)
         self._length = len(prompt)  # of the text, as far as prompts and steps have shown it
 
@@ -137,11 +135,6 @@ class ANPD(_NgramIndex):
     def rewind(self, length: int) -> None:
         super().rewind(length)
         self._length = min(self._length, length)
-
-    def _clear(self) -> None:
-        self._counts: dict[Gram, tuple[int, int]] = {}  # n-gram -> its count and the end of its first occurrence
-        self._best: dict[Gram, tuple[int, int, int]] = {}  # context -> the greatest (count, first end, token)
-        self._replaced: list[tuple[int, int, int] | None] = []  # the best before each `_add`, for `_remove`
 
     def _add(self, gram: Gram) -> None:
         context = gram[:-1]
@@ -201,8 +194,9 @@ class PromptLookup(_NgramIndex):
         super().__init__(shortest=1, longest=max_ngram)
         self.max_ngram, self.num_draft, self.partial = max_ngram, num_draft, partial
 
-    def _clear(self) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self._first: dict[Gram, int] = {}  # n-gram -> the end of its leftmost occurrence
+        super().begin(prompt)
 
     def _add(self, gram: Gram) -> None:
         self._first.setdefault(gram, len(self._text))

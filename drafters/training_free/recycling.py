@@ -9,7 +9,7 @@ import numpy as np
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.static import RankPath, static_tree
 
 Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
@@ -55,23 +55,19 @@ class TokenRecycling(Drafter):
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._root = seq[-1]
-        tokens: list[int] = []
-        parents: list[int] = []
+        tree, depth = Growth(), 0
         num_nodes = min(self.num_nodes, limits.max_nodes)
         template = best_first(num_nodes, self.top_k) if self.template == "best_first" else paper_template(num_nodes)
         level = [(ROOT, self._root, template)]
-        for _ in range(limits.max_depth):
-            below = []
+        while level and depth < limits.max_depth:
+            below, depth = [], depth + 1
             for parent, token, template in level:
                 for child, grandchildren in zip(self._successors.get(token, ()), template, strict=False):
+                    node = tree.child(parent, child)
                     if grandchildren and child not in limits.eos:
-                        below.append((len(tokens), child, grandchildren))
-                    tokens.append(child)
-                    parents.append(parent)
+                        below.append((node, child, grandchildren))
             level = below
-            if not level:
-                break
-        return DraftTree(tokens, parents)
+        return DraftTree(tree.tokens, tree.parents)
 
     def observe(self, step: StepResult) -> None:
         self._successors.update(zip([self._root, *step.tree.tokens], step.top_tokens, strict=True))

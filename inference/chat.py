@@ -1,7 +1,5 @@
 """``drafters chat``: talk to a base in the terminal, and watch what its drafter gains."""
 
-from __future__ import annotations
-
 import io
 import signal
 import sys
@@ -11,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from data.files import SafeConsole, safe_text
@@ -74,43 +71,6 @@ class ChatSession:
         yield from session.steps(end, eos, drafts_at_once=not self.num_cached)
 
 
-class AnswerDisplay:
-    """Shows a text as it grows, with accepted draft tokens in colour.
-
-    On a terminal, its last line and a line of figures below it are redrawn in every step, and complete lines stay as
-    they are. If the output is not a terminal, the pieces are written one after the other.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console, self._line = console, Text()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-
-    def __enter__(self) -> AnswerDisplay:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live:
-            self._live.stop()
-        self.console.print(self._line, soft_wrap=True)
-
-    def add(self, piece: str, is_accepted: bool) -> None:
-        """Append a piece of the text, which was drafted and accepted or is the base's own."""
-        text = Text(safe_text(piece), style=ACCEPTED if is_accepted else "")
-        if not self._live:
-            self.console.print(text, end="", soft_wrap=True)
-            return
-        *complete, self._line = (self._line + text).wrap(self.console, self.console.width)
-        for line in complete:
-            self.console.print(line, soft_wrap=True)
-
-    def refresh(self, figures: str) -> None:
-        """Redraw the last line on a terminal, with these figures below it."""
-        if self._live:
-            self._live.update(Group(self._line, Text(figures, style="dim")), refresh=True)
-
-
 @dataclass(frozen=True)
 class LastAnswer:
     """The last answer, and what is needed to decode it again without a drafter."""
@@ -147,6 +107,10 @@ class Chat:
     def say(self, line: str, style: str = "") -> None:
         """Print a line about the chat."""
         self.console.print(Text(line, style), soft_wrap=not self.console.is_terminal)
+
+    def show(self, piece: str, style: str = "") -> None:
+        """Print the next piece of an answer."""
+        self.console.print(Text(safe_text(piece), style), end="", soft_wrap=True)
 
     def handle_line(self, line: str) -> None:
         """Answer a line of input or execute its command; a mistake is reported in one line and changes nothing."""
@@ -211,17 +175,16 @@ class Chat:
         except ValueError as error:
             raise ValueError(f"{error}, or /reset for a new chat") from error
         generation, detokenizer, was_stopped = Generation(), IncrementalDetokenizer(self.base.tokenizer), False
-        with AnswerDisplay(self.console) as display, interruptible() as is_stopped:
+        with interruptible() as is_stopped:
             for emitted, cost in self._session.decode(prompt, self.max_new_tokens, self.base.eos):
                 generation.tokens += emitted
                 generation.steps.append(cost)
                 generation.seconds += sum(cost.seconds)
-                display.add(detokenizer.add(emitted[: cost.accepted]), is_accepted=True)
-                display.add(detokenizer.add(emitted[cost.accepted :]), is_accepted=False)
-                display.refresh(f"{self.drafter}: {figures(generation)}")
+                self.show(detokenizer.add(emitted[: cost.accepted]), ACCEPTED)
+                self.show(detokenizer.add(emitted[cost.accepted :]))
                 if was_stopped := is_stopped():
                     break
-            display.add(detokenizer.finish(), is_accepted=False)
+        self.show(detokenizer.finish() + "\n")
         answer = decode_answer(generation.tokens, self.base.tokenizer).strip()
         self.messages += [("user", text), ("assistant", answer)]
         self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._session.session.sampler)

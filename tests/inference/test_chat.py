@@ -1,4 +1,4 @@
-"""The terminal chat: turns on one KV cache, the display of an answer, and conversations through standard input."""
+"""The terminal chat: turns on one KV cache, the pieces of an answer, and conversations through standard input."""
 
 import io
 import re
@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 import drafters
-from inference.chat import AnswerDisplay, Chat, ChatSession, chat, comparison, interruptible
+from inference.chat import ACCEPTED, Chat, ChatSession, chat, comparison, interruptible
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
@@ -76,62 +76,19 @@ def test_turns_rendered_differently_are_read_again_from_the_first_difference(mak
     assert turns.num_cached == 0
 
 
-# ---- the display
+# ---- the pieces of an answer
 
 
-class Terminal(io.StringIO):
-    """Interprets the few control codes that redraw a line."""
-
-    def lines(self):
-        rows, row, column = [""], 0, 0
-        for code, character in re.findall(r"\x1b\[([?0-9;]*[A-Za-z])|(.|\n)", self.getvalue(), flags=re.S):
-            if code.endswith("A"):
-                row -= int(code[:-1])
-            elif code == "2K":
-                rows[row] = ""
-            elif character == "\r":
-                column = 0
-            elif character == "\n":
-                row, column = row + 1, 0
-                rows += [""] * (row + 1 - len(rows))
-            elif character:
-                rows[row] = rows[row][:column].ljust(column) + character
-                column += 1
-        return [line.rstrip() for line in rows]
-
-
-PIECES = [("The cat", False), (" sat on", True), (" a mat", True), (".\n\nAnd so", False), (" it\n", True), ("ends", 0)]
-
-
-@pytest.mark.parametrize("width", [9, 13, 80])
-def test_a_terminal_shows_the_figures_while_the_text_grows_and_the_complete_text_at_the_end(width):
-    terminal = Terminal()
-    with AnswerDisplay(Console(file=terminal, force_terminal=True, width=width)) as display:
-        for piece, is_accepted in PIECES:
-            display.add(piece, is_accepted)
-            display.refresh("9 tokens")
-            assert [line for line in terminal.lines() if line][-1] == "9 tokens"
-    text = "".join(piece for piece, _ in PIECES)
-    shown = terminal.lines()
-    assert "9 tokens" not in shown
-    assert " ".join(" ".join(shown).split()) == " ".join(text.split())
-    assert max(map(len, shown)) <= width
-    if width == 80:
-        assert shown[:4] == text.split("\n")
-
-
-def test_accepted_tokens_are_green_and_without_a_terminal_the_text_is_printed_as_it_is_but_for_control_codes():
-    coloured = io.StringIO()
-    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as display:
-        display.add("base", False)
-        display.add(" drafted", True)
-    assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
-    plain = io.StringIO()
-    with AnswerDisplay(Console(file=plain, width=10)) as display:
-        for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
-            display.add(piece, True)
-            display.refresh("9 tokens")
-    assert plain.getvalue() == "a long line that is not broken [red]␛[2J[/red]\nend\n"
+def test_accepted_tokens_are_green_and_the_text_is_printed_as_it_is_but_for_control_codes(make_base):
+    coloured, plain = io.StringIO(), io.StringIO()
+    shown = Chat(make_base(), Console(file=coloured, force_terminal=True, color_system="standard", width=40))
+    shown.show("base")
+    shown.show(" drafted", ACCEPTED)
+    assert coloured.getvalue() == "base\x1b[32m drafted\x1b[0m"
+    shown = Chat(make_base(), Console(file=plain, width=10))
+    for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
+        shown.show(piece, ACCEPTED)
+    assert plain.getvalue() == "a long line that is not broken [red]␛[2J[/red]\nend"
 
 
 # ---- Ctrl-C, and two texts next to each other

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness import ResultTable, alternate, main, show
 from inference import drafter_specs
-from inference.questions import QuestionOptions
+from inference.prompts import QuestionOptions
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session

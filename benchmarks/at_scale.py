@@ -22,7 +22,7 @@ from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
 from inference.evaluate import metrics
 from inference.evaluate.answers import Answer, answer_questions, comparable, median_answers
-from inference.questions import QuestionOptions
+from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
 from inference.verifier.packed import pack_weights

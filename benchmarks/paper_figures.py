@@ -13,8 +13,7 @@ from data.benchmarks.texts import bleu_and_chrf, rouge
 from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
-from inference.prompts import BenchmarkPrompts
-from inference.questions import QuestionOptions
+from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.regenerate.batched import decode_batch
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.draft_model import DraftModelSession

@@ -27,7 +27,7 @@ from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
 from drafters.trees.static import static_tree
 from inference import drafter_specs
-from inference.questions import QuestionOptions
+from inference.prompts import QuestionOptions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
 from inference.verifier.layer_skipping import default_skips, sublayers

@@ -18,7 +18,7 @@ from scipy import optimize, stats
 from data.files import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.questions import QuestionOptions
+from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
 from inference.verifier.check import unwrap

@@ -36,7 +36,7 @@ LAYERS = {
         journal runs sandbox timing
         verifier
         indexes prompts regenerate
-        drafter_specs questions
+        drafter_specs
         verify vllm
         evaluate
         generation replay

@@ -23,8 +23,7 @@ from inference.evaluate.plan import EvaluationPlan, RunConditions, make_plan
 from inference.evaluate.report import figures, write_tables
 from inference.evaluate.results import EvaluationResults, Run, RunRecord, write
 from inference.journal import Journal
-from inference.prompts import BenchmarkPrompts, find_reasoning_marks
-from inference.questions import QuestionOptions
+from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_marks
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions

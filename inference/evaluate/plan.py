@@ -13,8 +13,7 @@ from data.benchmarks import Question
 from data.files import hash_of
 from data.tokenizer import find_base
 from inference import drafter_specs
-from inference.prompts import BenchmarkPrompts
-from inference.questions import QuestionOptions
+from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.runs import fingerprint
 from inference.timing import machine_name
 from inference.verifier.base import resolve_device

@@ -38,8 +38,7 @@ from inference.evaluate.intervals import Estimate, quotient
 from inference.evaluate.metrics import Acceptance, Latency, Speed, Summary
 from inference.evaluate.plan import BASELINE, DrafterConditions, RunConditions
 from inference.journal import Journal
-from inference.prompts import BenchmarkPrompts, encode_question
-from inference.questions import QuestionOptions
+from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import fingerprint
 from inference.timing import machine_name
 from inference.verifier.base import BaseConfig

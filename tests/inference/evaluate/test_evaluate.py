@@ -28,7 +28,7 @@ from inference.evaluate.command import evaluate
 from inference.evaluate.plan import make_plan
 from inference.evaluate.worker import CollectedAnswers, Worker, collect, repeats_to_decode
 from inference.journal import Journal
-from inference.questions import QuestionOptions
+from inference.prompts import QuestionOptions
 from inference.runs import fingerprint
 from inference.verifier.base import load_base, load_base_info
 from inference.verifier.draft_model import DraftModelSession

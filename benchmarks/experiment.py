@@ -24,7 +24,7 @@ from data.files import read_json, write_text
 from drafters import checkpoint, recipe
 from drafters.protocol import LearnedDrafter
 from inference.prompts import encode_question
-from inference.regenerate.batched import decode_batch
+from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, base_hash
 from train import lightning_cli
 from train.checkpoints import read_checkpoint

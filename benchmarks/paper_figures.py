@@ -14,7 +14,7 @@ from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
 from inference.prompts import BenchmarkPrompts, QuestionOptions
-from inference.regenerate.batched import decode_batch
+from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner

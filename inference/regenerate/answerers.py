@@ -14,16 +14,19 @@ import openai
 import torch
 
 from data.files import redacted, validated
-from inference.regenerate.batched import decode_batch
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base, base_hash, keep_freed_memory
+from inference.verifier.cache import BufferCache
+from inference.verifier.layers import cache_argument
 from inference.verifier.options import GREEDY, SamplingOptions
-from inference.verifier.sampling import KeyedSampler
+from inference.verifier.sampling import KeyedSampler, draw_tokens, most_probable
 
 NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
 KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 5  # after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx
 TIMEOUT = 600.0  # seconds without data before a request is given up
+SHRINK = 0.75  # finished rows leave a batch once at most this share of its rows is unfinished
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,61 @@ class LocalAnswerer:
     def add(self, dialogue: Dialogue, prompt: list[int], reply: list[int], counts: AnswerCounts) -> None:
         """Add the answer's tokens to its conversation."""
         dialogue.add_tokens(prompt, reply, self.base.eos, counts)
+
+
+@torch.inference_mode()
+def decode_batch(
+    base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], samplers: Sequence[KeyedSampler] = ()
+) -> list[list[int]]:
+    """Continue B prompts, each to its own length.
+
+    Every row is what its prompt is continued by alone: greedily as by `Base.greedy`, sampled as by a session with the
+    row's sampler. In float32 and float64 the other rows can change it only where two logits, or a sum of probabilities
+    and the number drawn, are equal up to rounding. Raises ValueError if a layer of the base has no full attention.
+
+    No prompt is empty. A row ends with its first EOS token, or is cut off at its limit of new tokens. The samplers
+    differ in their seeds only; without any, decoding is greedy.
+    """
+    if (kinds := set(attention_kinds(base.model.config))) != {"full_attention"}:
+        raise ValueError(f"{base.name} has layers without full attention ({', '.join(sorted(kinds))})")
+    device, width = base.model.device, max(map(len, prompts))
+    fed = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    attended = (torch.arange(width + max(max_new_tokens), device=device) >= width - lengths[:, None]).long()  # (B, C)
+    positions = (torch.arange(width, device=device) - (width - lengths[:, None])).clamp(min=0)
+    answers: list[list[int]] = [[] for _ in prompts]
+    cache = BufferCache(base.model.config.num_hidden_layers, width + max(max_new_tokens))
+    rows = list(range(len(prompts)))  # index of the prompt that each row of the current batch continues
+    is_unfinished = [True] * len(prompts)
+    # An index, as a slice of a prompt's states is not contiguous: the LM head would be copied for each row on a CPU.
+    last = torch.tensor([-1], device=device)
+    options: dict[str, Any] = {"use_cache": True, "logits_to_keep": last, **cache_argument(base.model, cache)}
+    for end in range(width, width + max(max_new_tokens)):
+        logits = base.model(fed, attention_mask=attended[:, :end], position_ids=positions, **options).logits
+        if samplers:
+            numbers = [samplers[row].uniform(len(prompts[row]) + len(answers[row])) for row in rows]
+            picks = draw_tokens(samplers[0].probabilities(logits[:, -1]), numbers)  # (B,)
+        else:
+            picks = most_probable(logits[:, -1])
+        for row, token in zip(rows, picks.tolist(), strict=True):
+            if is_unfinished[row]:
+                answers[row].append(token)
+                is_unfinished[row] = token not in base.eos and len(answers[row]) < max_new_tokens[row]
+        unfinished = [place for place, row in enumerate(rows) if is_unfinished[row]]
+        if not unfinished:
+            break
+        positions = positions[:, -1:] + 1
+        if len(unfinished) <= SHRINK * len(rows):
+            rows, places = [rows[place] for place in unfinished], torch.tensor(unfinished, device=device)
+            picks, positions, attended = picks[places], positions[places], attended[places]
+            for states in (states for pair in cache.views for states in pair):
+                states[: len(rows)] = states[places]
+            cache.views = [(keys[: len(rows)], values[: len(rows)]) for keys, values in cache.views]
+        fed = picks[:, None]
+    return answers
+
+
+# ---- a server
 
 
 @dataclass(frozen=True)

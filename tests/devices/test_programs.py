@@ -9,7 +9,7 @@ from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation
 from inference.drafter_specs import make
-from inference.regenerate.batched import decode_batch
+from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import base_hash
 from inference.verifier.runner import Runner
 from tests.inference.verifier import test_lossless as lossless

@@ -9,7 +9,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from inference.generation import generate
-from inference.regenerate.batched import decode_batch
+from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base
 from inference.verifier.options import SamplingOptions
 

@@ -8,18 +8,20 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import load_conversations
+from data.conversations import Conversation, load_conversations
 from data.files import atomic_write, safe_text, short_hash, validated
-from data.templates import THINKING_SWITCH, resolve_template
+from data.templates import PRIVATE_USE, THINKING_SWITCH, render, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
 from inference.journal import Existing, Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
-from inference.regenerate.own_prompts import own_prompts
 from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
+
+OWN_PROMPTS = SamplingOptions(temperature=0.85)  # how prompts of the base's own are sampled
+MAX_PROMPT_TOKENS = 192  # a longer one is left out
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,7 @@ def regenerate(
             Journal(path.with_name(f"{path.name}.prompts"), settings, existing) as own,
             throughput_bar("prompts", answers.own_prompts) as advance,
         ):
-            drawn = answers.own_prompts, sampling.seed, answers.batch_size
-            conversations += own_prompts(answerer, tokenizer, answers.template, *drawn, own, advance)
+            conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, own, advance)
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
         Dialogue(each, tokenizer, answers.template, num_turns, number)
@@ -245,3 +246,70 @@ def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool
             "template than --template?"
         )
     return "; ".join(parts)
+
+
+# ---- prompts of the base's own
+
+
+def own_prompts(
+    answerer: Answerer,
+    tokenizer: PreTrainedTokenizerBase,
+    options: AnswerOptions,
+    seed: int,
+    journal: Journal,
+    advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
+) -> list[Conversation]:
+    """Let the base write user messages, and return those that it ended, each once; ValueError if there are none.
+
+    The base continues what stands before a user's message (Magpie, arXiv 2406.08464), with a seed for each message. The
+    journal has a line [first, replies] for each batch; ``advance`` is that of `answer_all`.
+    """
+    count, batch_size = options.own_prompts, options.batch_size
+    before, end = user_turn(tokenizer, options.template)
+    prompt = tokenizer(before, add_special_tokens=False).input_ids
+    if (limit := min(MAX_PROMPT_TOKENS, answerer.max_length - len(prompt))) < 1:
+        raise ValueError(f"max_length {answerer.max_length} leaves no room for prompts of the base's own: raise it")
+    known: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
+    messages: dict[str, str] = {}
+    for first in range(0, count, batch_size):
+        num_new = 0
+        if first not in known:
+            seeds = (derived_seed(seed, place) % NUM_SEEDS for place in range(first, min(first + batch_size, count)))
+            requests = [Request([], prompt, limit, replace(OWN_PROMPTS, seed=own), stop=end) for own in seeds]
+            known[first] = answerer.answer(requests)
+            journal.append([first, known[first]])
+            num_new = len(requests)
+        found = [_ended(reply, tokenizer, end) for reply in known[first]]
+        num_tokens = sum(len(tokenizer(text).input_ids) for text in found) if num_new else 0
+        messages |= {text.lower(): text for text in found if text}
+        advance(len(found), num_new, num_tokens)
+    if not messages:
+        raise ValueError(
+            f"the base ends none of {count} messages within {MAX_PROMPT_TOKENS} tokens: give prompts by --files"
+        )
+    return [Conversation(f"own-{row}", (("user", text),)) for row, text in enumerate(messages.values())]
+
+
+def user_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    """What a chat template writes before a first user message, and the text behind it that ends one.
+
+    Raises ValueError if it writes nothing behind it.
+    """
+    before, _, behind = render([("user", PRIVATE_USE[0])], tokenizer, template).partition(PRIVATE_USE[0])
+    before = before.rstrip(" ")  # a space is part of the message's first token
+    first = tokenizer(behind, add_special_tokens=False).input_ids[:1]
+    if set(first) & set(tokenizer.all_special_ids):
+        return before, str(tokenizer.decode(first))
+    if not behind.strip():
+        raise ValueError(
+            "the chat template writes nothing behind a user's message, so none ends: give prompts by --files"
+        )
+    return before, behind.strip().partition("\n")[0]
+
+
+def _ended(reply: Any, tokenizer: PreTrainedTokenizerBase, end: str) -> str:
+    """The message of a reply, or nothing if it was cut off or refused."""
+    if isinstance(reply, dict):
+        return "" if reply["is_cut"] or reply["refused"] else reply["text"].strip()
+    text, mark, _ = str(tokenizer.decode(reply)).partition(end)
+    return text.strip() if mark else ""

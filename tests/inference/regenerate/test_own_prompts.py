@@ -7,9 +7,9 @@ import pytest
 
 from drafters import NoDrafter
 from inference.journal import Journal
-from inference.regenerate import own_prompts as module
+from inference.regenerate import command
 from inference.regenerate.answerers import NUM_SEEDS, LocalAnswerer, ServerAnswerer
-from inference.regenerate.own_prompts import own_prompts, user_turn
+from inference.regenerate.command import AnswerOptions, own_prompts, user_turn
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, derived_seed
 from inference.verifier.session import Session
@@ -30,13 +30,13 @@ def chatting(make_base):
 
 
 def written(base, journal, batch_size=3):
-    arguments = base.tokenizer, "tokenizer", COUNT, SEED, batch_size
-    return own_prompts(LocalAnswerer(base, 50), *arguments, journal)
+    options = AnswerOptions(own_prompts=COUNT, batch_size=batch_size)
+    return own_prompts(LocalAnswerer(base, 50), base.tokenizer, options, SEED, journal)
 
 
 @pytest.mark.slow
 def test_messages_are_what_the_base_draws_in_a_users_place_up_to_the_end_of_the_turn(chatting, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SAMPLING", replace(module.SAMPLING, temperature=2.5))  # so that some end
+    monkeypatch.setattr(command, "OWN_PROMPTS", replace(command.OWN_PROMPTS, temperature=2.5))  # so that some end
     tokenizer, expected = chatting.tokenizer, {}
     before, end = user_turn(tokenizer, "tokenizer")
     assert (before.strip(), end) == ("w3", "w9")
@@ -61,7 +61,8 @@ def test_messages_are_what_the_base_draws_in_a_users_place_up_to_the_end_of_the_
 def test_a_server_continues_the_text_before_a_users_message(chatting, chat_server, tmp_path):
     answerer = ServerAnswerer(chat_server.url, "toy", 50)
     with Journal(tmp_path / "a", {}) as journal:
-        found = own_prompts(answerer, chatting.tokenizer, "tokenizer", COUNT, SEED, 8, journal)
+        options = AnswerOptions(own_prompts=COUNT, batch_size=8)
+        found = own_prompts(answerer, chatting.tokenizer, options, SEED, journal)
     assert sorted(each.messages[0][1] for each in found) == ["number 0", "number 1", "number 2"]
     path, _, body = chat_server.seen[0]
     assert path == "/v1/completions" and len(chat_server.seen) == COUNT
@@ -74,6 +75,6 @@ def test_a_template_that_ends_no_message_and_a_base_that_ends_none_are_refused(c
     tokenizer.chat_template = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     with pytest.raises(ValueError, match="writes nothing behind a user's message"):
         user_turn(tokenizer, "tokenizer")
-    monkeypatch.setattr(module, "MAX_NEW_TOKENS", 1)
+    monkeypatch.setattr(command, "MAX_PROMPT_TOKENS", 1)
     with pytest.raises(ValueError, match="the base ends none of 40 messages"), Journal(tmp_path / "a", {}) as journal:
         written(chatting, journal)

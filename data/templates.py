@@ -8,17 +8,27 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from data.conversations import REASONING, Conversation, load_conversations
 from data.files import SafeConsole, short_hash
-from data.tokenizer import TEMPLATES, load_tokenizer, tokenizer_hash
+from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+def _read(name: str) -> str:
+    """A template of ours, whose lines are broken and indented for readers only."""
+    lines = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").splitlines()
+    return "".join(line.strip() for line in lines)
+
+
+# Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
+TEMPLATES = {name: _read(name) for name in ("vicuna_v1.1", "llama2_chat")}
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 # By which templates of reasoning models are told whether to begin an answer with its reasoning.
 THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")

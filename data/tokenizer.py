@@ -1,4 +1,4 @@
-"""Finds bases on the disk and on the Hugging Face hub, and loads their tokenizers; the chat templates of ours.
+"""Finds bases on the disk and on the Hugging Face hub, and loads their tokenizers.
 
 Without a network, the hub's libraries repeat each of their requests for about half a minute, so one request asks first.
 """
@@ -21,37 +21,6 @@ if TYPE_CHECKING:
 TIMEOUT = 10  # seconds
 PINNED = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
 COMMIT = re.compile("[0-9a-f]{40}")
-
-VICUNA_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
-
-# Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
-TEMPLATES = {
-    "vicuna_v1.1": (
-        "{%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0]['content'] -%}"
-        f"{{%- else -%}}{{%- set system = {VICUNA_SYSTEM!r} -%}}{{%- endif -%}}"
-        "{{- bos_token + system + ' ' -}}"
-        "{%- for message in messages -%}"
-        "{%- if message['role'] == 'user' -%}{{- 'USER: ' + message['content'] + ' ' -}}"
-        "{%- elif message['role'] == 'assistant' -%}{{- 'ASSISTANT:' -}}"
-        "{%- generation -%}{{- ' ' + message['content'] + eos_token -}}{%- endgeneration -%}"
-        "{%- endif -%}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
-    ),
-    "llama2_chat": (
-        "{%- for message in messages -%}"
-        "{%- if message['role'] == 'user' -%}"
-        "{{- bos_token + '[INST] ' -}}"
-        "{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}"
-        "{{- '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' -}}{%- endif -%}"
-        "{{- message['content'] + ' [/INST]' -}}"
-        "{%- elif message['role'] == 'assistant' -%}"
-        "{%- generation -%}{{- ' ' + message['content'] + ' ' + eos_token -}}{%- endgeneration -%}"
-        "{%- endif -%}{%- endfor -%}"
-    ),
-}
 
 
 def shipped_folder(name: str) -> Path:

@@ -15,6 +15,7 @@ from data.tokenizer import find_base, find_folder, shipped_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")
+SUFFIXES = (".py", ".j2", ".jinja")  # of what the packages hold
 BUILT_FROM = (*PACKAGES, "configs", "checkpoints", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 
@@ -73,7 +74,7 @@ def test_both_archives_pass_twine(archives):
 
 def test_the_wheel_holds_every_source_file_config_and_checkpoint(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
-    sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".j2")}
+    sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SUFFIXES}
     sources |= {*(ROOT / "inference" / "serve" / "page").iterdir(), *(ROOT / "data" / "corpus").iterdir()}
     sources |= {ROOT / package / "py.typed" for package in PACKAGES}
     shipped = {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/*")}

@@ -20,11 +20,16 @@ from transformers import PreTrainedTokenizerFast
 
 from data.conversations import Conversation, load_conversations
 from data.files import atomic_folder, write_checksums
-from data.tokenizer import VICUNA_SYSTEM, load_tokenizer
+from data.tokenizer import load_tokenizer
 from inference.verifier.base import keep_freed_memory
 from train.checkpoints import read_checkpoint
 from train.cli import user_errors
 from train.optimizer import adamw, with_schedule
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
 
 
 class BaseTraining(L.LightningModule):

@@ -19,8 +19,12 @@ from data.templates import (
     masked_text,
     resolve_template,
 )
-from data.tokenizer import VICUNA_SYSTEM, tokenizer_hash
+from data.tokenizer import tokenizer_hash
 
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
 CHAT = Conversation(
     "chat",
     (

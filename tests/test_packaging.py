@@ -15,7 +15,7 @@ from data.tokenizer import find_base, find_folder, shipped_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")
-SUFFIXES = (".py", ".j2", ".jinja")  # of what the packages hold
+SUFFIXES = (".py", ".j2", ".jinja", ".mplstyle")  # of what the packages hold
 BUILT_FROM = (*PACKAGES, "configs", "checkpoints", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 

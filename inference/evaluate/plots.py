@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -34,26 +34,8 @@ PHASE_COLOURS = {
 }
 DASHED = (0, (4, 3))
 WIDTH = 5.6
-INK, GRID = "#7d8590", "#7d859055"  # readable on a light page and on a dark one
-STYLE: Any = {
-    "figure.dpi": 160,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
-    "axes.edgecolor": GRID,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 10,
-    "font.size": 9.5,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4,
-    "legend.frameon": False,
-    "text.parse_math": False,  # a name may contain a dollar sign
-}
+INK = "#7d8590"  # as in the style
+STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 def choose_colours(summaries: Iterable[Summary]) -> dict[str, str]:
@@ -189,7 +171,7 @@ def applicable(summaries: Summaries) -> list[str]:
 
 def draw(plot: str, summaries: Summaries, colours: Colours) -> bytes:
     """Draw the plot of this name as a PNG image."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         png = io.BytesIO()
         PLOTS[plot](summaries, colours).savefig(png, format="png", transparent=True)
         return png.getvalue()

@@ -17,7 +17,6 @@ from drafters.parallel import ParallelDrafter
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.vllm import served_drafter
-from inference.vllm.own_methods import read_own_method
 from inference.vllm.proposer import GREEDY_ONLY, KEY
 
 ROOM = "inference.vllm"
@@ -99,7 +98,7 @@ def make_launch(
 def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
-    if own := read_own_method(spec):
+    if own := served_drafter.read_own_method(spec):
         if not (name := base or own.base_name):
             raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
         served = _read_base(name)

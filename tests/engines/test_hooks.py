@@ -10,8 +10,8 @@ import pytest
 
 from inference.evaluate.server import COUNTER, OPTIONS
 from inference.vllm.command import CUSTOM, make_launch
-from inference.vllm.own_methods import METHODS
 from inference.vllm.proposer import Proposer
+from inference.vllm.served_drafter import METHODS
 
 METADATA, STREAMED = "num_actual_tokens slot_mapping block_table", "token_ids finish_reason"
 BACKENDS, PROTOCOLS = "vllm.v1.attention.backends", "vllm.entrypoints.openai"

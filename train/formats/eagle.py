@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters import EAGLE, EAGLE3
 from drafters.protocol import BaseShape, BaseWeights
-from inference.vllm.own_methods import FusedLayers
+from inference.vllm.served_drafter import FusedLayers
 from train.formats.layers import layer_config, read_layers
 from train.formats.public import PublicCheckpoint, PublicDrafter, Target, speculators_config
 

@@ -14,7 +14,7 @@ from data.files import check_files, read_json, reading, validated
 from data.tokenizer import load_pretrained
 from drafters.protocol import BaseShape
 from inference.verifier.base import load_base_info
-from inference.vllm.own_methods import Algorithm
+from inference.vllm.served_drafter import Algorithm
 
 COPIES = "verifier_lm_head.weight", "verifier_norm.weight"
 """Weights of the base that speculators needs in training only."""

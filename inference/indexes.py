@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -62,12 +62,24 @@ def index(
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
     path = new_file(out, overwrite)
-    text_paths(files)
+    size = sum(file.stat().st_size for file in text_paths(files))
     loaded, sources = load_tokenizer(tokenizer), tuple(Path(file).name for file in files)
-    if kind == "corpus":
-        with progress(files, "count", MAX_CONTEXT + NUM_FOLLOWING) as (advance, complete):
-            tokens = array("i", (token for ids in encoded(files, loaded, advance) for token in (*ids, BORDER)))
+    with progress_bars(TaskProgressColumn()) as bars:
+        read = bars.add_task("read", total=size)
+        work = bars.add_task(kind, total=MAX_CONTEXT + NUM_FOLLOWING if kind == "corpus" else depth)
+
+        def complete(amount: int) -> None:
+            # Characters and bytes differ in number, above all in .gz files, so the first bar is filled here.
+            bars.update(read, completed=size)
+            bars.update(work, completed=amount)
+
+        documents = encoded(files, loaded, partial(bars.advance, read))
+        if kind == "corpus":
+            tokens = array("i", (token for ids in documents for token in (*ids, BORDER)))
             arrays = count(np.frombuffer(tokens, np.int32), min_count, top, complete)
+        else:
+            store = SuffixArray.build(documents, depth, tokenizer_hash(loaded), sources, complete)
+    if kind == "corpus":
         num_tokens = len(tokens) - tokens.count(BORDER)
         if not len(arrays[0]):
             raise ValueError(
@@ -77,31 +89,11 @@ def index(
         CorpusTable(*arrays, tokenizer_hash(loaded), min_count, num_tokens, sources).save(path)
         print(f"wrote {out}: {len(arrays[2])} n-grams of {len(arrays[0])} contexts from {num_tokens} tokens")
     else:
-        with progress(files, "sort", depth) as (advance, complete):
-            store = SuffixArray.build(encoded(files, loaded, advance), depth, tokenizer_hash(loaded), sources, complete)
         store.save(path)
         print(f"wrote {out}: {len(store.suffixes)} tokens in {store.num_documents} documents")
 
 
 # ---- texts as tokens
-
-
-@contextmanager
-def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance, Advance]]:
-    """Show a bar for reading the files and one for the work that follows.
-
-    Yields a function to call with the number of characters just read, and one for the part of ``total`` that is done.
-    """
-    size = sum(path.stat().st_size for path in text_paths(files))
-    with progress_bars(TaskProgressColumn()) as bars:
-        reading, working = bars.add_task("read", total=size), bars.add_task(title, total=total)
-
-        def complete_work(amount: int) -> None:
-            # Characters and bytes differ in number, above all in .gz files, so the first bar is filled here.
-            bars.update(reading, completed=size)
-            bars.update(working, completed=amount)
-
-        yield lambda num_characters: bars.advance(reading, num_characters), complete_work
 
 
 def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advance) -> Iterator[list[int]]:

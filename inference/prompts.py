@@ -156,8 +156,8 @@ class QuestionOptions:
 
     def caps(self) -> dict[str, int]:
         """The maximum number of tokens of an answer, by benchmark."""
-        given = self.max_new_tokens
-        return {name: benchmarks.length_cap(name) if given is None else given for name in self.files()}
+        caps = {name: benchmarks.find_benchmark(name)[0].max_new_tokens for name in self.files()}
+        return caps if self.max_new_tokens is None else dict.fromkeys(caps, self.max_new_tokens)
 
     def load(self) -> dict[str, list[Question]]:
         """Load the rows of each benchmark; raises ValueError for a mistake in the options, before a base is loaded."""

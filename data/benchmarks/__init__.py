@@ -28,16 +28,6 @@ def find_benchmark(name: str) -> tuple[Benchmark, Style]:
     return BENCHMARKS[benchmark], styles[style] if colon else next(iter(styles.values()))
 
 
-def length_cap(name: str) -> int:
-    """Return the largest number of new tokens per answer that the papers use for a benchmark.
-
-    HumanEval and MBPP (512), GSM8K (256), CNN/DM (128) and WMT16 (64) follow section 4.1 of the Ouroboros paper,
-    MT-Bench (512) follows the answers released with CTC-drafter, and Spec-Bench (1024) its own evaluation. XSum uses
-    the value of CNN/DM. The others are our own choice: papers on models that reason use several times as many.
-    """
-    return find_benchmark(name)[0].max_new_tokens
-
-
 def load_questions(name: str, questions: str | None = None) -> list[Question]:
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
@@ -141,11 +131,6 @@ def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: R
         return {}
     asked, written = map(list, zip(*pairs, strict=True))
     return benchmark.score(asked, written, *([run] if benchmark.runs_code else []))
-
-
-def needs_code(name: str) -> bool:
-    """Whether the score of a benchmark comes from running the programs in its answers."""
-    return find_benchmark(name)[0].runs_code
 
 
 def needs_package(name: str) -> str:

@@ -75,7 +75,9 @@ class Benchmark:
     download: str  # the file to download if the hub cannot be used, for error messages
     fields: str  # of a row, for error messages
     read: Callable[[Mapping, int], Question]  # from a row and its index; the first turn is the question's plain text
-    max_new_tokens: int  # per answer in the papers
+    # Per answer: HumanEval, MBPP, GSM8K, CNN/DM and WMT16 as in section 4.1 of the Ouroboros paper, MT-Bench as in the
+    # answers released with CTC-drafter, Spec-Bench as in its own evaluation, XSum as CNN/DM. The others are our choice.
+    max_new_tokens: int
     styles: Mapping[str, Style] = field(default_factory=lambda: {"plain": Style()})  # the first is the default
     score: Score | None = None  # of answers to questions that have a reference, in percent
     runs_code: bool = False  # whether `score` runs the programs in the answers

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rich.progress import Progress
 
-from data.benchmarks import Question, needs_code, needs_package, score
+from data.benchmarks import Question, find_benchmark, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks
 from drafters.checks import check_at_least
@@ -91,7 +91,8 @@ def evaluate(
     """
     options.check(sampling)
     questions = selection.load()
-    runs_code = options.run_code and any(map(needs_code, questions))
+    has_programs = any(find_benchmark(name)[0].runs_code for name in questions)
+    runs_code = options.run_code and has_programs
     if runs_code:
         sandbox.require()
     base = load_base_info(model.base)
@@ -105,7 +106,7 @@ def evaluate(
     results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
     to_text: Any = base.tokenizer.decode
     finish(results, Path(out) if out else None, to_text)
-    if any(map(needs_code, questions)) and not options.run_code:
+    if has_programs and not options.run_code:
         print("pass@1 was not measured: --run-code runs the programs in the answers.")
     for package in {needs_package(name) for name in questions} - {""}:
         print(f"The answers were not scored: that needs {package}, pip install 'ctc-drafters[maths]'.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.benchmarks import Question, load_questions, mathematics, needs_code, needs_package, score
+from data.benchmarks import Question, find_benchmark, load_questions, mathematics, needs_package, score
 from data.benchmarks.mathematics import final_number
 from data.benchmarks.question import Checks
 
@@ -155,7 +155,7 @@ def test_mbpp_runs_the_program_without_a_prefix():
 
 def test_code_is_not_run_unless_it_is_allowed():
     assert score("humaneval", [code()], ["    return a + 1"]) == {}
-    assert needs_code("humaneval:completion") and not needs_code("gsm8k")
+    assert find_benchmark("humaneval:completion")[0].runs_code and not find_benchmark("gsm8k")[0].runs_code
 
 
 @pytest.mark.slow

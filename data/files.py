@@ -94,22 +94,20 @@ def parse_line(line: bytes) -> Any:
         raise ValueError(cause_of(error)) from error
 
 
+type_adapter = cache(TypeAdapter)
+
+
 def validated(kind: Any, value: Any) -> Any:
     """Build a dataclass, or another type such as ``list[int]``, from parsed JSON; raise ValueError if it does not fit.
 
     Lists become tuples and whole numbers become floats where the type says so; unknown keys are left out.
     """
     try:
-        return _adapter(kind).validate_python(value)
+        return type_adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -116,16 +116,17 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     repeats = repeats or [(answers, [base for _, base in pairs])]
     own_times, base_times = (MedianStepTimes(each) for each in zip(*repeats, strict=True))
     timed = [_terms(*pair, base_times.seconds(pair[1]), own_times.seconds(pair[0])) for pair in pairs]
-    rows: dict[str, list[tuple[Pair, Terms]]] = {}
-    for pair, terms in zip(pairs, timed, strict=True):
-        rows.setdefault(pair[0].category, []).append((pair, terms))
+    walls = [_terms(*pair, pair[1].seconds, pair[0].seconds) for pair in pairs]
+    rows: dict[str, list[tuple[Pair, Terms, Terms]]] = {}
+    for row in zip(pairs, timed, walls, strict=True):
+        rows.setdefault(row[0][0].category, []).append(row)
     return Summary(
         drafter=answers[0].drafter,
         baseline=baseline[0].drafter,
         **count_identical(pairs),
         tokens=_tokens(turns_of(answers)),
         acceptance=_acceptance(answers),
-        speed=_speed(pairs, timed, timing_error(own_times, base_times)),
+        speed=_speed(answers, timed, walls, timing_error(own_times, base_times)),
         by_category={category: _category(*zip(*own, strict=True)) for category, own in rows.items()},
         by_position=breakdowns.length_ranges(answers),
     )
@@ -193,29 +194,24 @@ def _terms(answer: Answer, base: Answer, base_seconds: float, seconds: float) ->
     return base_seconds, _tokens(base.turns), seconds, _tokens(answer.turns)
 
 
-def _speed(pairs: Sequence[Pair], timed: Sequence[Terms], error: float | None) -> Speed:
-    answers = [answer for answer, _ in pairs]
+def _speed(answers: Sequence[Answer], timed: Sequence[Terms], walls: Sequence[Terms], error: float | None) -> Speed:
     turns = turns_of(answers)
-    walls = [_terms(answer, base, base.seconds, answer.seconds) for answer, base in pairs]
     return Speed(
         seconds=_seconds(turns),
         tokens_per_second=quotient(_tokens(turns), _seconds(turns)),
-        speedup=Estimate(_speedup(*map(sum, zip(*timed, strict=True))), _interval(timed)),
+        speedup=Estimate(_speedup(timed), _interval(timed)),
         timing_error=error,
-        wall=Estimate(_wall_speedup(turns, turns_of(base for _, base in pairs)), _interval(walls)),
+        wall=Estimate(_speedup(walls), _interval(walls)),
         median_seconds=sum(seconds for *_, seconds, _ in timed),
         peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
         phase_seconds=_phase_seconds(turns),
     )
 
 
-def _speedup(base_seconds: float, base_tokens: float, seconds: float, tokens: float) -> float | None:
+def _speedup(terms: Sequence[Terms]) -> float | None:
+    base_seconds, base_tokens, seconds, tokens = map(sum, zip(*terms, strict=True))
     is_known = base_seconds and base_tokens and seconds and tokens
     return (base_seconds / base_tokens) / (seconds / tokens) if is_known else None
-
-
-def _wall_speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
-    return _speedup(_seconds(baseline), _tokens(baseline), _seconds(turns), _tokens(turns))
 
 
 def _interval(timed: Sequence[Terms]) -> tuple[float, float] | None:
@@ -232,10 +228,9 @@ def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
     return seconds
 
 
-def _category(pairs: Sequence[Pair], timed: Sequence[Terms]) -> Category:
-    turns, base_turns = turns_of(answer for answer, _ in pairs), turns_of(base for _, base in pairs)
-    identical, speedup = count_identical(pairs)["identical"], _speedup(*map(sum, zip(*timed, strict=True)))
-    return Category(len(pairs), identical, acceptance_length(turns), speedup, _wall_speedup(turns, base_turns))
+def _category(pairs: Sequence[Pair], timed: Sequence[Terms], walls: Sequence[Terms]) -> Category:
+    length = acceptance_length(turns_of(answer for answer, _ in pairs))
+    return Category(len(pairs), count_identical(pairs)["identical"], length, _speedup(timed), _speedup(walls))
 
 
 def turns_of(answers: Iterable[Answer]) -> list[Turn]:

@@ -12,6 +12,7 @@ from statistics import median, quantiles
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.harness import SHAPES, ResultTable, main, markdown, origin
 from benchmarks.widening import widen_base, widen_drafter
@@ -25,7 +26,7 @@ from inference.evaluate.answers import Answer, answer_questions, comparable, med
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
-from inference.verifier.packed import pack_weights
+from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step
 from train.callbacks import peak_bytes
@@ -84,7 +85,7 @@ def at_scale(
     wide = widen_base(small, f"{base} at {shape}", SHAPES[shape], wide_vocab, getattr(torch, dtype))
     num_parameters = _num_parameters(wide.model)
     if packed:
-        pack_weights(wide.model, alone=packed == "alone")
+        (pack_alone if packed == "alone" else pack_weights)(wide.model)
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     answers = decode(wide, wide_drafters, prompts.questions, max_new_tokens, repeats, wide.name)
@@ -109,6 +110,31 @@ def at_scale(
     print(markdown([result_table(result)], result["origin"]))
     if out:
         write_results(Path(out), result)
+
+
+class PackedAlone(PackedLinear):
+    """A layer with packed weights only: half the memory of both, but they can be neither saved nor loaded."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self.weight = nn.Parameter(linear.weight.detach().new_empty(0), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+
+
+def pack_alone(model: Any) -> None:
+    """Let packed weights replace the plain ones of a base, except for those of the LM head, which drafters read."""
+    kept, smallest = model.get_output_embeddings().weight, smallest_packed(model)
+    layers = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child.weight.numel() >= smallest
+    ]
+    for parent, name in layers:  # one by one: its plain weights may be freed before the next is packed
+        linear = getattr(parent, name)
+        setattr(parent, name, PackedLinear(linear) if linear.weight is kept else PackedAlone(linear))
 
 
 def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:

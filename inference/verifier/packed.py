@@ -25,27 +25,24 @@ class PackedLinear(nn.Linear):
 
     For a product of `PACKED_FROM` tokens or more, the matrix library copies all weights into blocks that fit its
     registers, which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its
-    weights with the given one. ``alone``, it has the packed weights only, for any number of tokens: half the memory,
-    but they can be neither saved nor loaded.
+    weights with the given one.
     """
 
-    def __init__(self, linear: nn.Linear, at_first_use: bool = False, alone: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, at_first_use: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.training, self.alone = linear.training, alone
+        self.training = linear.training
         self._packed: Tensor | None = None
         self._packed_from: tuple[int, int] | None = None
-        if alone or not at_first_use:
+        if not at_first_use:
             self._packed_weight()
-        if alone:
-            self.weight = nn.Parameter(linear.weight.detach().new_empty(0), requires_grad=False)
 
     def _packed_weight(self) -> Tensor:
         """The packed copy, made anew if other weights were loaded or the layer was moved since."""
         weight = self.weight.detach()
         origin = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if self._packed is None or (not self.alone and self._packed_from != origin):
+        if self._packed is None or self._packed_from != origin:
             typical_rows = 16  # it decides about the size of the blocks; from 1 to 64 all sizes run
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
             self._packed_from = origin
@@ -66,7 +63,7 @@ class PackedLinear(nn.Linear):
         """Multiply tokens (..., in) by the weights: (..., out)."""
         dtype = self.weight.dtype
         is_packed = input.numel() // self.in_features >= PACKED_FROM.get(dtype, sys.maxsize)
-        if not (self.alone or (is_packed and has_packed_products(dtype))) or self.weight.device.type != "cpu":
+        if not (is_packed and has_packed_products(dtype)) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
@@ -77,17 +74,16 @@ def smallest_packed(model: nn.Module) -> int:
     return MIN_PACKED_ELEMENTS // 16 if is_large else MIN_PACKED_ELEMENTS
 
 
-def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False, smallest: int | None = None) -> int:
+def pack_weights(model: nn.Module, at_first_use: bool = False, smallest: int | None = None) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
-    The model computes the same function up to rounding, in about twice the memory, unless ``alone``. Raises ValueError
-    if the weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
+    The model computes the same function up to rounding, in about twice the memory. Raises ValueError if the weights are
+    not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
 
     Args:
         model: A base or a drafter.
         at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
             token, such as Medusa's LM heads, then takes no more memory.
-        alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
         smallest: Number of weights from which on a layer is packed; None for what `smallest_packed` says of the model.
     """
     weight = next(model.parameters())
@@ -107,12 +103,9 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= smallest
     ]
-    base: Any = model
-    kept = base.get_output_embeddings().weight if alone else None
-    for parent, name in layers:  # one by one: its plain weights may be freed before the next is packed
-        linear = getattr(parent, name)
+    for parent, name in layers:
         try:
-            layer = PackedLinear(linear, at_first_use, alone and linear.weight is not kept)
+            layer = PackedLinear(getattr(parent, name), at_first_use)
         except (AttributeError, RuntimeError) as error:
             raise ValueError(f"torch cannot pack {dtype} weights here ({error}): do not pack them") from error
         setattr(parent, name, layer)

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 
-import drafters
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -16,7 +15,6 @@ from inference.verifier import packed as module
 from inference.verifier.options import ModelOptions
 from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
-from inference.verifier.session import Session
 
 BFLOAT16 = pytest.param(
     torch.bfloat16,
@@ -37,13 +35,9 @@ def packed(make_base, monkeypatch):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 256, 257])
-def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens, alone):
+def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens):
     plain, base = packed
-    if alone:
-        base = dataclasses.replace(plain, model=copy.deepcopy(plain.model))
-        pack_weights(base.model, alone=True)
     tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
     torch.testing.assert_close(base.model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
 
@@ -61,14 +55,13 @@ def test_the_packed_copy_is_used_from_a_few_tokens_on(dtype, expected):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [BFLOAT16])
-@pytest.mark.parametrize("alone", [False, True])
-def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype, alone):
+def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype):
     monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     exact = make_base(context=512, dtype=torch.float32).model
     exact.to(dtype).float()  # weights that bfloat16 holds exactly
     model = copy.deepcopy(exact).to(dtype)
     plain = copy.deepcopy(model)
-    pack_weights(model, alone=alone)
+    pack_weights(model)
     for num_tokens in (1, 2, 16, 300):
         tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
         expected = exact(tokens).logits
@@ -137,20 +130,6 @@ def test_a_layer_packed_at_first_use_takes_memory_only_then():
     assert layer._packed is None
     layer(torch.ones(2, 24))
     assert layer._packed is not None
-
-
-@torch.inference_mode()
-def test_packed_weights_alone_write_the_same_texts_without_the_plain_ones(packed):
-    plain, _ = packed
-    model = copy.deepcopy(plain.model)
-    pack_weights(model, alone=True)
-    linear = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    assert [module.weight.numel() > 0 for module in linear] == [False] * 14 + [True]  # the LM head's stay
-    texts = [
-        Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens
-        for each in (*packed, dataclasses.replace(plain, model=model))
-    ]
-    assert texts == texts[:1] * 3
 
 
 def test_small_layers_stay_as_they_are_and_other_dtypes_are_refused(make_base, monkeypatch):

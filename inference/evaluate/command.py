@@ -4,22 +4,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.progress import Progress
 
 from data.benchmarks import Question, find_benchmark, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks
-from drafters.checks import check_at_least
-from inference import drafter_specs, sandbox, timing
+from inference import sandbox, timing
 from inference.evaluate import tables, worker
 from inference.evaluate.breakdowns import reasoning
 from inference.evaluate.page import Decode, write_page
-from inference.evaluate.plan import EvaluationPlan, RunConditions, make_plan
+from inference.evaluate.plan import EvaluationOptions, EvaluationPlan, RunConditions, make_plan
 from inference.evaluate.report import figures, write_tables
 from inference.evaluate.results import EvaluationResults, Run, RunRecord, write
 from inference.journal import Journal
@@ -27,47 +26,6 @@ from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """How `drafters eval` measures.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
-            prompt_lookup and joint; the base alone, none, is always measured too.
-        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
-        repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
-        devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs.
-        reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
-        run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
-        server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
-        concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
-    """
-
-    drafter: list[str] | None = None
-    typical: bool = False
-    repeats: int | Literal["auto"] = "auto"
-    devices: int | Literal["auto"] = 1
-    reset: bool = True
-    run_code: bool = False
-    server: list[str] | None = None
-    concurrency: list[int] | None = None
-
-    def check(self, sampling: SamplingOptions) -> None:
-        """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
-        sampling.sampler()
-        if self.typical and sampling.temperature == 0:
-            raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
-        for spec in self.drafter or [] if not self.server else []:
-            _ = drafter_specs.split(spec).registration  # there is such a drafter
-        numbers: Any = {"repeats": self.repeats, "devices": self.devices, "concurrency": min(self.concurrency or [1])}
-        check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
-        if not self.server and self.concurrency:
-            raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-        if self.server and (self.typical or self.devices != 1 or sampling.temperature or not self.reset):
-            own = "--typical, --devices, --temperature and --reset"
-            raise ValueError(f"{own} are for our own decoding loop, not for --server")
 
 
 def evaluate(
@@ -100,8 +58,7 @@ def evaluate(
     if options.server:
         results, num_new = _ask(model, selection, prompts, base, options, out, overwrite)
     else:
-        own = options.drafter, options.typical, options.repeats, options.devices, options.reset
-        plan = make_plan(model, selection, prompts, sampling, *own)
+        plan = make_plan(model, selection, prompts, sampling, options)
         results, num_new = decode(plan, results_folder(out, overwrite, plan.conditions), overwrite)
     results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
     to_text: Any = base.tokenizer.decode

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from data.benchmarks import Question
 from data.files import hash_of
 from data.tokenizer import find_base
+from drafters.checks import check_at_least
 from inference import drafter_specs
 from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.runs import fingerprint
@@ -24,6 +25,47 @@ FILE_OPTIONS = "inner", "corpus", "static"  # options of drafters that name file
 LOSSY = " (lossy)"  # behind the name of a drafter whose drafts are accepted by typical acceptance
 OWN_LOOP = "drafters"  # the engine that is this project's own decoding loop
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint")
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How `drafters eval` measures.
+
+    Args:
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
+            prompt_lookup and joint; the base alone, none, is always measured too.
+        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
+        repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
+        devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs.
+        reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
+        run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
+        server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
+        concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
+    """
+
+    drafter: list[str] | None = None
+    typical: bool = False
+    repeats: int | Literal["auto"] = "auto"
+    devices: int | Literal["auto"] = 1
+    reset: bool = True
+    run_code: bool = False
+    server: list[str] | None = None
+    concurrency: list[int] | None = None
+
+    def check(self, sampling: SamplingOptions) -> None:
+        """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
+        sampling.sampler()
+        if self.typical and sampling.temperature == 0:
+            raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
+        for spec in self.drafter or [] if not self.server else []:
+            _ = drafter_specs.split(spec).registration  # there is such a drafter
+        numbers: Any = {"repeats": self.repeats, "devices": self.devices, "concurrency": min(self.concurrency or [1])}
+        check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
+        if not self.server and self.concurrency:
+            raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
+        if self.server and (self.typical or self.devices != 1 or sampling.temperature or not self.reset):
+            own = "--typical, --devices, --temperature and --reset"
+            raise ValueError(f"{own} are for our own decoding loop, not for --server")
 
 
 @dataclass(frozen=True)
@@ -129,14 +171,10 @@ def make_plan(
     selection: QuestionOptions,
     prompts: Mapping[str, BenchmarkPrompts],
     sampling: SamplingOptions,
-    drafters: Sequence[str] | None = None,
-    typical: bool = False,
-    repeats: int | Literal["auto"] = "auto",
-    devices: int | Literal["auto"] = 1,
-    reset: bool = True,
+    options: EvaluationOptions,
 ) -> EvaluationPlan:
     """Decide what our own loop decodes, and on which devices."""
-    processes = process_devices(resolve_device(model.device), devices)
+    processes = process_devices(resolve_device(model.device), options.devices)
     conditions = RunConditions(
         base=model.base,
         base_fingerprint=fingerprint(find_base(model.base)),
@@ -149,10 +187,10 @@ def make_plan(
         template=selection.template,
         sampling=sampling,
         forward=model.forward,
-        repeats=repeats,
-        drafters=drafter_conditions(drafters or DEFAULT_DRAFTERS, typical),
+        repeats=options.repeats,
+        drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS, options.typical),
         benchmarks=benchmark_conditions(selection, prompts),
-        memory=[] if reset else list(prompts),
+        memory=[] if options.reset else list(prompts),
     )
     return EvaluationPlan(model, conditions, {name: own.questions for name, own in prompts.items()})
 

@@ -25,7 +25,7 @@ from inference.evaluate.answers import (
     to_json,
 )
 from inference.evaluate.command import evaluate
-from inference.evaluate.plan import make_plan
+from inference.evaluate.plan import EvaluationOptions, make_plan
 from inference.evaluate.worker import CollectedAnswers, Worker, collect, repeats_to_decode
 from inference.journal import Journal
 from inference.prompts import QuestionOptions
@@ -104,7 +104,8 @@ def plan(asked):
     selection = QuestionOptions([f"mt_bench={asked / 'questions.jsonl'}"], max_new_tokens=14)
     model = ModelOptions(str(asked / "base"), device="cpu")
     prompts = selection.select(load_base_info(model.base), selection.load())
-    return make_plan(model, selection, prompts, SamplingOptions(), [*FORGETFUL, *REMEMBERING], repeats=2)
+    options = EvaluationOptions([*FORGETFUL, *REMEMBERING], repeats=2)
+    return make_plan(model, selection, prompts, SamplingOptions(), options)
 
 
 def with_conditions(plan, **changes):
@@ -328,9 +329,8 @@ def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(plan,
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     cascade, own = f"cascade={tmp_path}:inner={tmp_path}+{asked / 'base'}", fingerprint(tmp_path)
-    made = make_plan(
-        plan.model, QuestionOptions(), {}, SamplingOptions(), ["anpd", f"ctc={tmp_path}", cascade]
-    ).conditions
+    options = EvaluationOptions(["anpd", f"ctc={tmp_path}", cascade])
+    made = make_plan(plan.model, QuestionOptions(), {}, SamplingOptions(), options).conditions
     assert made.base_fingerprint == fingerprint(asked / "base")
     prints = {name: drafter.fingerprint for name, drafter in made.drafters.items()}
     assert list(prints.values()) == ["", "", own, f"{own}+{own}+{made.base_fingerprint}"]

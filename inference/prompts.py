@@ -89,42 +89,6 @@ def find_reasoning_marks(base: Base | BaseConfig, template: str) -> ReasoningMar
     return find_marks(text, base.tokenizer, encode_messages(base, [("user", "Why?")], template))
 
 
-def select_questions(
-    base: Base | BaseConfig,
-    benchmark: str,
-    questions: list[Question],
-    template: str,
-    max_new_tokens: int,
-    limit: int | None = None,
-) -> BenchmarkPrompts:
-    """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
-
-    Raises ValueError if a prompt is empty, the template refuses a question or leaves out its system prompt or tools,
-    ``max_new_tokens``, those of a turn, is below 1, or no question fits. The name of the benchmark is for messages. At
-    most ``limit`` questions that fit are selected, or all of them.
-    """
-    selected = BenchmarkPrompts(benchmark, base.context_length)
-    for question in questions:
-        if len(selected.questions) == limit:
-            break
-        try:
-            prompt = encode_first_prompt(base, question, template)
-            if len(prompt) >= base.context_length:
-                selected.left_out.append(question.question_id)
-                continue
-            check_prompt(base, prompt, max_new_tokens)
-        except ValueError as error:
-            raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
-        selected.questions.append(question)
-        selected.prompts.append(prompt)
-    if not selected.questions:
-        raise ValueError(
-            f"{benchmark}: none of {len(questions)} prompts fits into the context of {base.name}, which ends at "
-            f"{base.context_length} tokens: shorten the prompts, or take a base that reads more"
-        )
-    return selected
-
-
 @dataclass(frozen=True)
 class QuestionOptions:
     """The questions of one or several benchmarks, as eval, verify, tune and the scripts of benchmarks/ select them.
@@ -173,12 +137,32 @@ class QuestionOptions:
         return selected
 
     def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
-        """Select the loaded questions whose prompts fit into the context of the base, see `select_questions`."""
-        caps = self.caps()
-        return {
-            name: select_questions(base, name, loaded, self.template, caps[name], self.limit)
-            for name, loaded in questions.items()
-        }
+        """Select loaded questions whose first prompt fits into the context. (A later turn too long ends its answer.)
+
+        Raises ValueError if a prompt is empty, the template refuses a question or leaves out its system prompt or
+        tools, ``max_new_tokens`` is below 1, or no question of a benchmark fits.
+        """
+        caps, found = self.caps(), {name: BenchmarkPrompts(name, base.context_length) for name in questions}
+        for name, selected in found.items():
+            for question in questions[name]:
+                if len(selected.questions) == self.limit:
+                    break
+                try:
+                    prompt = encode_first_prompt(base, question, self.template)
+                    if len(prompt) >= base.context_length:
+                        selected.left_out.append(question.question_id)
+                        continue
+                    check_prompt(base, prompt, caps[name])
+                except ValueError as error:
+                    raise ValueError(f"{name}, question {question.question_id}: {error}") from error
+                selected.questions.append(question)
+                selected.prompts.append(prompt)
+            if not selected.questions:
+                raise ValueError(
+                    f"{name}: none of {len(questions[name])} prompts fits into the context of {base.name}, which ends "
+                    f"at {base.context_length} tokens: shorten the prompts, or take a base that reads more"
+                )
+        return found
 
 
 def _choice_of_rows(text: str) -> Callable[[int], Sequence[int]]:

@@ -9,7 +9,7 @@ import drafters
 from data.benchmarks import Question
 from inference.evaluate.command import evaluate
 from inference.evaluate.results import read
-from inference.prompts import QuestionOptions, encode_question, select_questions
+from inference.prompts import QuestionOptions, encode_question
 from inference.tune import tune
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
@@ -56,8 +56,9 @@ def results(out):
 @pytest.mark.slow
 def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
     base = make_base(context=CONTEXT)
-    asked = select_questions(base, "mt_bench", EVERY, "tokenizer", 20)
-    assert asked == select_questions(load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20)
+    options = QuestionOptions(["mt_bench"], max_new_tokens=20)
+    asked = options.select(base, {"mt_bench": EVERY})["mt_bench"]
+    assert {"mt_bench": asked} == options.select(load_base_info(str(folder / "base")), {"mt_bench": EVERY})
     session = Session(Runner(base), drafters.NoDrafter())
     assert [each.question_id for each in asked.questions] == [1, 2, 4, 7] and asked.left_out == [3, 5, 6]
     for prompt in asked.prompts:
@@ -65,7 +66,7 @@ def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
     for each in (EVERY[at - 1] for at in asked.left_out):
         with pytest.raises(ValueError, match="the context of toy-llama ends at 64"):
             session.run(encode_question(base, each, [("user", each.turns[0])], "tokenizer"), 20)
-    assert asked.notes() == [NOTE] and select_questions(base, "mt_bench", EVERY[:1], "tokenizer", 20).notes() == []
+    assert asked.notes() == [NOTE] and options.select(base, {"mt_bench": EVERY[:1]})["mt_bench"].notes() == []
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from inference.evaluate import plots
 from inference.evaluate.answers import answer_question
 from inference.evaluate.command import evaluate, marks_of
 from inference.evaluate.results import read
-from inference.prompts import encode_first_prompt, encode_question, select_questions
+from inference.prompts import QuestionOptions, encode_first_prompt, encode_question
 from inference.verifier.base import Base, load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -40,7 +40,7 @@ def folder(make_base, thinking_tokenizer, tmp_path_factory):
 
 def test_system_prompts_and_tools_are_rendered_by_the_template_in_every_turn(folder, thinking_tokenizer):
     base, questions = load_base_info(str(folder / "base")), load_questions("file", str(folder / "questions.jsonl"))
-    prompts = select_questions(base, "file", questions, "tokenizer", 8).prompts
+    prompts = QuestionOptions(["file"], max_new_tokens=8).select(base, {"file": questions})["file"].prompts
     for row, prompt in zip(ROWS, prompts, strict=True):
         system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         messages, tools = [*system, {"role": "user", "content": row["turns"][0]}], row.get("tools")
@@ -65,7 +65,8 @@ def test_what_the_template_ignores_is_refused(folder, monkeypatch, row, template
         monkeypatch.setattr(base.tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
         template = "tokenizer"
     with pytest.raises(ValueError, match=said):
-        select_questions(base, "file", questions[row : row + 1], template, 8)
+        options = QuestionOptions(["file"], max_new_tokens=8, template=template)
+        options.select(base, {"file": questions[row : row + 1]})
     default = "{% if messages[0]['role'] != 'system' %}w20 {% endif %}"
     default += "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     monkeypatch.setattr(base.tokenizer, "chat_template", default)

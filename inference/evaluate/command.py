@@ -148,7 +148,7 @@ def _ask(
     levels = sorted(set(options.concurrency or server.DEFAULT_LEVELS))
     if few := [name for name, own in prompts.items() if len(own.questions) < levels[-1]]:
         raise ValueError(f"{levels[-1]} requests at once need as many questions, and {few[0]} has fewer: raise --limit")
-    conditions = server.make_conditions(model, selection, prompts, options.drafter, options.server or [])
+    conditions = server.make_conditions(model, selection, prompts, options)
     total = len(conditions.drafters) * len(levels) * sum(len(own.questions) for own in prompts.values())
     with _place(results_folder(out, overwrite, conditions)) as (journals, bars):
         task = bars.add_task(", ".join(prompts), total=total)

@@ -36,7 +36,7 @@ from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, fro
 from inference.evaluate.breakdowns import DraftCounts, PositionRate
 from inference.evaluate.intervals import Estimate, quotient
 from inference.evaluate.metrics import Acceptance, Latency, Speed, Summary
-from inference.evaluate.plan import BASELINE, DrafterConditions, RunConditions
+from inference.evaluate.plan import BASELINE, DrafterConditions, EvaluationOptions, RunConditions
 from inference.journal import Journal
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import fingerprint
@@ -244,16 +244,15 @@ def make_conditions(
     model: ModelOptions,
     selection: QuestionOptions,
     prompts: Mapping[str, BenchmarkPrompts],
-    drafters: Sequence[str] | None,
-    servers: Sequence[str],
+    options: EvaluationOptions,
 ) -> RunConditions:
     """Decide what is measured: the base alone and each drafter in vLLM, or each server that runs, by its name."""
-    package, version = installed_vllm()
-    if is_vllm := list(servers) == [VLLM]:
+    (package, version), servers = installed_vllm(), options.server or []
+    if is_vllm := servers == [VLLM]:
         if not version:
             raise ValueError(f"--server vllm needs vLLM in this environment; install both {INSTALL}")
-        arms = plan.drafter_conditions(drafters or DEFAULT_DRAFTERS)
-    elif drafters or VLLM in servers:
+        arms = plan.drafter_conditions(options.drafter or DEFAULT_DRAFTERS)
+    elif options.drafter or VLLM in servers:
         raise ValueError("give --server vllm with drafters, or addresses of servers, which have drafters of their own")
     else:
         parts = [(spec.rpartition("=")[0], urlsplit(spec.rpartition("=")[2])) for spec in servers]

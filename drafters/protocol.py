@@ -194,8 +194,7 @@ class LearnedDrafter(nn.Module, Drafter):
     """
 
     required_outputs: RequiredOutputs
-    remembers = samples_drafts = False
-    draft_forwards = 0
+    remembers = False
     base_weights: BaseWeights | None = None
 
     def initialise(self, base_weights: BaseWeights) -> None:

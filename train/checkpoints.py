@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from data.files import DiskError, atomic_write, cause_of
+from data.files import DiskError, atomic_write, cause_of, reading
 
 Shapes = dict[str, Sequence[int]]
 """Shape of each weight of a parameter group, in order."""
@@ -113,10 +113,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises ValueError if there is no checkpoint at this path, or it is damaged.
     """
     if (path / "latest").is_file():
-        try:
+        with reading(path, "copy the whole checkpoint of DeepSpeed again"):
             return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{path} is not a complete checkpoint of DeepSpeed ({error!r}): copy it again") from error
     if path.is_dir():
         found = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
         raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if found else ''}{', '.join(found)}")

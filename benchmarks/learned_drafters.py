@@ -47,7 +47,6 @@ REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # f
 REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
 REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "draft_vocab_size": 16384}
 PAPER = {"lookup": False, "markov_rank": 0, "objective": "ctc", "hidden_layers": [28], "tokens_in_context": False}
-UNTIL_FAILURE = {"until_failure": 120, "num_columns": None}
 REAL_ADAMW = {"base_dtype": "bfloat16"}
 REAL_MUON = {**REAL_ADAMW, "optimizer": "muon", "learning_rate": 8e-3}
 ARMS = {
@@ -86,11 +85,9 @@ ARMS = {
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
-        Arm("block_smollm2_until_failure", "Block", {**TRUNK, **REAL, **LOOKUP, **UNTIL_FAILURE}, REAL_MUON),
         Arm("block_smollm2_copy", "Block", {**TRUNK, **REAL, **LOOKUP, "copy": True}, REAL_MUON),
         Arm("ctc_smollm2", "CTC", REAL_CTC, REAL_MUON),
         Arm("ctc_smollm2_copy", "CTC", {**REAL_CTC, "copy": True}, REAL_MUON),
-        Arm("ctc_smollm2_until_failure", "CTC", {**REAL_CTC, **UNTIL_FAILURE}, REAL_MUON),
         Arm("ctc_smollm2_selfless", "CTC", {**REAL_CTC, **SELFLESS}, REAL_MUON),
         Arm("ctc_smollm2_adamw", "CTC", REAL_CTC, REAL_ADAMW),
         Arm("ctc_smollm2_no_lookup", "CTC", {**REAL_CTC, "lookup": False}, REAL_MUON),

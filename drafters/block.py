@@ -92,10 +92,9 @@ def cross_entropy(
     """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
-    `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to
-    decay^(u-1) and sum to one; ``until_failure`` leaves out the labels behind the first y_u that is not the most
-    probable under p_u(. | y_{u-1}). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
-    d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
+    `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to decay^(u-1) and sum to one.
+    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u d(p, p_u(. | y_{u-1})) with the chosen
+    `divergence` d from the base's distribution p.
 
     The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
     Frames beyond the number of labels are not trained. The ``divisor``, as in `TrainingBatch`, gets the number of
@@ -114,10 +113,7 @@ def cross_entropy(
         log_sum = gathered_logits.log_sum(exponentials, largest)
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
         log_probs = prefix.diff(prepend=torch.zeros_like(prefix[:, :1]))
-        counts = x.valid
-        if options.until_failure is not None:
-            counts = label_weights.until_failure(counts, (picked >= largest)[..., 0])
-        weight = label_weights.by_depth(counts, options.decay, log_probs.dtype)
+        weight = label_weights.by_depth(x.valid, options.decay, log_probs.dtype)
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
             assert x.teacher is not None, "distillation needs the base's last hidden states"

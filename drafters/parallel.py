@@ -156,8 +156,8 @@ class ParallelDrafter(LearnedDrafter):
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
-        if trunk.copy and (loss.distillation or loss.until_failure is not None):
-            raise ValueError("distillation and until_failure know no copies: leave them out, or set copy to false")
+        if trunk.copy and loss.distillation:
+            raise ValueError("distillation knows no copies: leave it out, or set copy to false")
         self.lookup = Lookup(base, trunk.copy) if trunk.lookup else None
         self.copies = trunk.copy
         self._cache = DraftCache(trunk.num_layers, draft.window)

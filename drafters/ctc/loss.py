@@ -65,11 +65,10 @@ def ctc_loss(
 
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
-    weights w_u of an anchor are proportional to decay^(u-1) and sum to one; ``until_failure`` leaves out the labels
-    behind the first y_u that is not the most probable under q(. | y_<u). ``label_weight`` multiplies the objective.
-    Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
-    distribution and q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no
-    alignment can reach, because there are too few frames, contribute nothing.
+    weights w_u of an anchor are proportional to decay^(u-1) and sum to one. ``label_weight`` multiplies the objective.
+    Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's distribution and
+    q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no alignment can reach,
+    because there are too few frames, contribute nothing.
 
     The base's LM head (V, D) is frozen; ``merge_repeats`` is that of `reference.collapse`. The ``divisor``, as in
     `TrainingBatch`, gets the number of anchors that have a label. The tensors of one chunk take ``max_bytes``, by
@@ -77,7 +76,6 @@ def ctc_loss(
     ``expected_acceptance``, the mean of sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are
     scalars, zero without labels.
     """
-    needs_draft = options.distillation or options.until_failure is not None
 
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
         emissions = emit(x, head, output)
@@ -85,12 +83,6 @@ def ctc_loss(
         prefix = x.with_copies(states.prefix)
         counts = x.valid & is_possible(prefix)  # (A, U)
         acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
-        if needs_draft:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(options.distillation)):
-                draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
-        if options.until_failure is not None:
-            is_drafted = draft.gather(-1, x.labels[..., None])[..., 0] >= draft.amax(-1)
-            counts = label_weights.until_failure(counts, is_drafted)
         prefix = torch.where(counts, prefix, 0.0)
         weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
@@ -99,16 +91,17 @@ def ctc_loss(
             assert x.teacher is not None, "distillation needs the base's last hidden states"
             is_reached = x.taught() & F.pad(counts[:, :-1], (1, 0), value=True)
             base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
+            draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
             distances = torch.where(is_reached, weight * divergence(options.divergence, base, draft), 0.0)
             loss = loss + options.distillation * distances.sum()
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 
     # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token; with
-    # distillation those of p, q and what compares them; those of q until the draft fails.
+    # distillation those of p, q and what compares them.
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
-    num_vectors += num_labels * (3 if options.distillation else 1 if needs_draft else 0)
+    num_vectors += num_labels * (3 if options.distillation else 0)
     size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
     num_anchors = divisor(anchored.valid[:, 0].sum())

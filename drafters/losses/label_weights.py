@@ -1,11 +1,10 @@
-"""The weight of each label in a loss: by its depth, and, if asked for, only up to the draft's first failure."""
+"""The weight of each label in a loss, by its depth."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from drafters.checks import check_at_least
 from drafters.losses.divergences import DivergenceOptions
@@ -19,8 +18,6 @@ class LabelLossOptions(DivergenceOptions):
 
     Args:
         decay: Weight of label u relative to label u - 1.
-        until_failure: Optimizer step from which the labels behind the first one that is not the draft's most probable
-            next token are left out, as a greedy verifier never reaches them (arXiv 2607.01893); null for never.
         distillation: Weight of ``divergence``, which distillation minimises; 0 turns distillation off.
         teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
             in greedy decoding.
@@ -33,7 +30,6 @@ class LabelLossOptions(DivergenceOptions):
     """
 
     decay: float = 0.9
-    until_failure: int | None = None
     distillation: float = 0.0
     teacher_temperature: float = 1.0
     label_weight: float = 1.0
@@ -45,13 +41,10 @@ class LabelLossOptions(DivergenceOptions):
         super().__post_init__()
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
         check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
-        check_at_least(0, until_failure=self.until_failure or 0)
         check_at_least(1, num_anchors=self.num_anchors)
         check_at_least(1, num_columns=self.num_columns or 1)
-        if self.num_columns and (self.distillation or self.until_failure is not None):
-            raise ValueError(
-                "distillation and until_failure need the draft's probabilities of all tokens: leave out num_columns"
-            )
+        if self.num_columns and self.distillation:
+            raise ValueError("distillation needs the draft's probabilities of all tokens: leave out num_columns")
         if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
             raise ValueError(
                 "divergence and teacher_temperature belong to distillation, which is 0: raise it, for example to 1"
@@ -60,19 +53,12 @@ class LabelLossOptions(DivergenceOptions):
             raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
 
     def at_step(self: Options, step: int) -> Options:
-        """The options whose ``distillation``, ``label_weight`` and ``until_failure`` are those of an optimizer step."""
-        if step < (self.until_failure or 0):
-            return replace(self, until_failure=None).at_step(step)
+        """The options whose ``distillation`` and ``label_weight`` are those of an optimizer step."""
         if not self.distillation_steps:
             return self
         share = min(1.0, (step + 1) / self.distillation_steps)
         label_weight = 1 - share * (1 - self.label_weight)
         return replace(self, distillation=share * self.distillation, label_weight=label_weight)
-
-
-def until_failure(counts: Tensor, is_drafted: Tensor) -> Tensor:
-    """The labels that count (A, U) bool, up to the first whose ``is_drafted`` (A, U) is false, and with it."""
-    return counts & F.pad(is_drafted[:, :-1].cumprod(-1), (1, 0), value=1).bool()
 
 
 def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:

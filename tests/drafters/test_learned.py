@@ -251,7 +251,7 @@ WRONG = {
         *({"hidden_layers": []}, {"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
         *({"objective": "rnn"}, {"divergence": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
         *({"teacher_temperature": -0.5}, {"distillation_steps": -1}, {"draft_vocab_size": V + 1}),
-        *({"until_failure": -1}, {"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
+        *({"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
     ],
     "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
     "block": [{"num_frames": 0}, {"num_frames": 1, "sample_from_anchor": False}, {"tree": "paper"}],

@@ -92,7 +92,6 @@ class Case:
         distillation=0.0,
         divergence="kl",
         teacher_temperature=1.0,
-        until_failure=None,
     ):
         total = 0.0
         for anchor in range(A):
@@ -100,9 +99,6 @@ class Case:
             prefix = [texts.begins(label[:n]) for n in range(1, len(label) + 1)]
             prefix = [p for p in prefix if p > 0]
             factor = torch.tensor([decay**u for u in range(len(prefix))], dtype=torch.float64)
-            if until_failure is not None:
-                misses = (u for u, y in enumerate(label) if self.continuation(texts, label[:u]).argmax() != y)
-                factor[next(misses, U) + 1 :] = 0
             factor = factor / factor.sum()
             loss = torch.zeros((), dtype=torch.float64)
             if objective == "prefix":
@@ -257,8 +253,6 @@ def assert_literal(case, settings, max_bytes=MAX_BYTES):
         {"objective": "ctc"},
         {"objective": "prefix", "decay": 0.6},
         {"distillation": 0.5},
-        {"until_failure": 0, "decay": 0.6},
-        {"until_failure": 0, "distillation": 0.5},
         {"distillation": 2.0, "objective": "ctc"},
     ],
     ids=str,

@@ -1,7 +1,5 @@
 """Divergences of a draft's distribution from the base's, against rejection sampling and each other."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -41,9 +39,6 @@ def test_the_weights_of_distillation_and_labels_change_linearly_over_the_steps()
     assert weights == [pytest.approx(pair) for pair in ((0.5, 0.8), (1.0, 0.6), (2.0, 0.2), (2.0, 0.2))]
     constant = LabelLossOptions(distillation=2.0, label_weight=0.2)
     assert constant.at_step(0) == constant
-    late = replace(options, until_failure=2)
-    assert [late.at_step(step).until_failure for step in (0, 1, 2, 9)] == [None, None, 2, 2]
-    assert late.at_step(1) == replace(options.at_step(1), until_failure=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

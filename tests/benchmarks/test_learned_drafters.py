@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import drafters
 from benchmarks import experiment, learned_drafters
-from drafters import checkpoint
+from drafters import checkpoint, recipe
+from drafters.protocol import BaseShape
 from inference.verifier.base import load_base
 
 
@@ -16,6 +18,13 @@ def tables(markdown):
     """Return the rows of cells of every table, with its headings."""
     parts = (part for part in markdown.split("\n\n") if part.startswith("|"))
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in part.splitlines()] for part in parts]
+
+
+@pytest.mark.parametrize("arm", learned_drafters.ARMS.values(), ids=lambda arm: arm.name)
+def test_the_options_of_an_arm_fit_together(arm):
+    smollm2 = BaseShape(576, 49_152, 30, 9, 64, 1536)
+    with torch.device("meta"):
+        recipe.build(getattr(drafters, arm.drafter), smollm2, arm.arguments)
 
 
 @pytest.fixture(scope="module")

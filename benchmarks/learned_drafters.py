@@ -45,6 +45,7 @@ EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
 REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # for SmolLM2, as in smollm2.yaml
 REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
+REAL_MEDUSA = {"num_heads": 5, "own_heads": False, "num_anchors": 64}
 REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "own_head": True, "draft_vocab_size": 16384}
 PAPER = {"lookup": False, "markov_rank": 0, "objective": "ctc", "hidden_layers": [28], "tokens_in_context": False}
 REAL_ADAMW = {"base_dtype": "bfloat16"}
@@ -94,7 +95,7 @@ ARMS = {
         Arm("ctc_smollm2_no_bias", "CTC", {**REAL_CTC, "markov_rank": 0}, REAL_MUON),
         Arm("ctc_smollm2_paper_loss", "CTC", {**REAL_CTC, "objective": "ctc"}, REAL_MUON),
         Arm("ctc_smollm2_paper", "CTC", {**REAL_CTC, **PAPER}, REAL_ADAMW),
-        Arm("medusa_smollm2", "Medusa", {"num_heads": 5, "num_anchors": 64}, {**REAL_ADAMW, "learning_rate": 1e-3}),
+        Arm("medusa_smollm2", "Medusa", REAL_MEDUSA, {**REAL_ADAMW, "learning_rate": 1e-3}),
         Arm("eagle3_smollm2", "EAGLE3", REAL_EAGLE3, {**REAL_ADAMW, "learning_rate": 1e-3}),
     )
 }

@@ -265,6 +265,11 @@ class ParallelDrafter(LearnedDrafter):
         """The passages that the frames of anchors (B, A) read in texts (B, S), if they read any."""
         return None if self.lookup is None else self.lookup.find(texts, anchors, self.num_frames)
 
+    def _read(self, embedded: Tensor) -> Tensor:
+        """Move a passage (B, A, T, D) to the frames that predict its tokens."""
+        first = self.first_frame
+        return nn.functional.pad(embedded, (0, 0, first, -first)) if first else embedded
+
     def _frames(
         self,
         context: Context,
@@ -278,10 +283,7 @@ class ParallelDrafter(LearnedDrafter):
         frames, positions = self._block(roots, anchors, embedding)
         if self.lookup is not None:
             assert passages is not None, "the drafter looks up tokens, and they were not given"
-            read = self.lookup(passages, embedding)  # (B, A, T, D)
-            if first := self.first_frame:  # each frame reads the token that it predicts
-                read = nn.functional.pad(read, (0, 0, first, -first))
-            frames = frames + read.flatten(1, 2).to(frames.dtype)
+            frames = frames + self._read(self.lookup(passages, embedding)).flatten(1, 2).to(frames.dtype)
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 

@@ -26,7 +26,7 @@ from inference.evaluate.answers import Answer, answer_questions, comparable, med
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
-from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
+from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step
 from train.callbacks import peak_bytes
@@ -125,16 +125,8 @@ class PackedAlone(PackedLinear):
 
 def pack_alone(model: Any) -> None:
     """Let packed weights replace the plain ones of a base, except for those of the LM head, which drafters read."""
-    kept, smallest = model.get_output_embeddings().weight, smallest_packed(model)
-    layers = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.numel() >= smallest
-    ]
-    for parent, name in layers:  # one by one: its plain weights may be freed before the next is packed
-        linear = getattr(parent, name)
-        setattr(parent, name, PackedLinear(linear) if linear.weight is kept else PackedAlone(linear))
+    kept = model.get_output_embeddings().weight
+    pack_weights(model, make=lambda linear, _: (PackedLinear if linear.weight is kept else PackedAlone)(linear))
 
 
 def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import drafters
 from data.benchmarks import load_questions
+from data.conversations import user_message
 from data.files import read_json, write_text
 from drafters import checkpoint, recipe
 from drafters.protocol import LearnedDrafter
@@ -194,7 +195,7 @@ def decoded_answers(
 ) -> list[GreedyAnswer]:
     """Return `own_answers` to the first turns of a benchmark's questions, stored in a folder."""
     chosen = load_questions(benchmark, None if benchmark == "embedded" else questions)[offset:][:limit]
-    prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in chosen]
+    prompts = [encode_question(base, question, [user_message(question.turns[0])], "tokenizer") for question in chosen]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 

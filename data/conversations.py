@@ -1,25 +1,45 @@
-"""Reads conversations from records of many forms: the messages, and what was said besides their text."""
+"""Reads records of many forms: conversations, as the messages that chat templates read, and documents of text."""
 
 import json
+import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
-from data.files import MALFORMED
-from data.sources import read_rows
+from data.files import MALFORMED, check_encodable
+from data.sources import is_text, paragraphs, read_rows, text_paths
 
-ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool"}
-ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
-# The roles that may come after a message; an assistant's message is a call of tools or an answer.
-FOLLOWING = {"": "user", "user": "assistant", "call": "tool", "tool": "tool assistant", "answer": "user"}
+# The speakers of turns: OpenAI, ShareGPT and its kin, and for calls of tools LLaMA-Factory and OpenAI's older form.
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
+ROLES |= dict.fromkeys(["assistant", "gpt", "chatgpt", "model", "bard", "bing", "claude", "function_call"], "assistant")
+ROLES |= dict.fromkeys(["tool", "observation", "function"], "tool")
+# The columns of a record that are read: the first of a kind that holds anything.
+COLUMNS = {
+    "turns": ("conversations", "messages", "conversation", "data"),  # ShareGPT, OpenAI, Capybara, UltraChat
+    "question": ("instruction", "question", "prompt", "query", "input"),  # Alpaca, GSM8K, TRL, MetaMath and xLAM
+    "context": ("input", "context"),  # Alpaca, Dolly
+    "answer": ("output", "response", "answer", "completion", "answers"),  # Alpaca, Dolly, GSM8K, TRL, xLAM
+    "history": ("history",),  # LLaMA-Factory, MT-Bench-101
+    "system": ("system", "system_prompt"),  # OpenThoughts and LLaMA-Factory, OpenOrca
+    "tools": ("tools",),
+}
+PAIRS = ("user", "bot"), ("input", "output")  # the keys of an exchange: MT-Bench-101, Capybara
+NOT_READ = {"id", "cut", "input_ids", "loss_mask", "tokenizer", "template"}  # columns that are no part of the messages
 REASONING = "reasoning_content", "thinking"  # names by which templates read the reasoning of a message
-# The columns of a table that `parse` reads.
-COLUMNS = {"id", "conversations", "conversation", "messages", "question", "answer", "instruction", "input", "output"}
-COLUMNS |= {"response", "history", "input_ids", "loss_mask", "tokenizer", "template", "tools"}
-NUM_EXAMPLES, NUM_REASONS = 3, 12  # places that are listed of each reason, and reasons that are listed
+IN_LOSS = "weight", "loss", "train"  # of OpenAI, ms-swift and axolotl: 0 or false on a turn that is not learned
+# The roles that may come after a message; an assistant's message is a call of tools or an answer.
+FOLLOWING = {"": "user", "user": "assistant", "call": "tool", "tool": "tool assistant", "answer": "user tool"}
+NUM_EXAMPLES, NUM_REASONS = 3, 12  # places that are listed of each reason, and reasons or columns that are listed
+
+Message = Mapping[str, Any]  # as chat templates read it: role, content, and what else it holds
+
+
+def user_message(text: str) -> Message:
+    """Return what the user says as a message."""
+    return {"role": "user", "content": text}
 
 
 @dataclass(frozen=True)
@@ -40,16 +60,11 @@ class Conversation:
     """
 
     id: str  # its name in its file
-    messages: tuple[tuple[str, str], ...]  # pairs of a role (system, user, assistant or tool) and a text
+    # Each holds `role` (system, user, assistant or tool) and `content`, and some hold reasoning or calls of tools.
+    messages: tuple[Message, ...]
     recorded: RecordedTokens | None = None  # used instead of the messages
-    # What messages have besides their text, by index: reasoning, `tool_calls`, `tool_call_id`, `name`.
-    details: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()  # descriptions of the tools that the assistant may call
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the messages as the dicts that chat templates read."""
-        messages = enumerate(self.messages)
-        return [{"role": role, "content": text} | self.details.get(index, {}) for index, (role, text) in messages]
+    not_learned: frozenset[int] = frozenset()  # indices of the assistant's messages that are left out of the loss
 
 
 @dataclass
@@ -59,6 +74,7 @@ class Dropped:
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)  # places and reasons
     what: str = "records"  # what is counted, in the plural
+    unread: dict[str, int] = field(default_factory=dict)  # columns that were not read, in how many records
 
     def add(self, reason: str, place: str) -> None:
         """Count one record, and remember it if it is among the first `NUM_EXAMPLES` of its reason."""
@@ -72,13 +88,20 @@ class Dropped:
         return sum(self.counts.values())
 
     def __str__(self) -> str:
-        if not self.counts:
-            return f"no {self.what} dropped"
-        listed = sorted(self.counts.items(), key=lambda entry: -entry[1])
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in listed[:NUM_REASONS])
-        if len(listed) > NUM_REASONS:
-            reasons += f", {sum(count for _, count in listed[NUM_REASONS:])} for other reasons"
-        return "\n  ".join([f"dropped {self.total} {self.what} ({reasons}), for example", *self.examples])
+        text, columns = f"no {self.what} dropped", _listed(self.unread, "{0} ({1:,})", "{} more")
+        if self.counts:
+            reasons = _listed(self.counts, "{1} x {0}", "{} for other reasons")
+            text = "\n  ".join([f"dropped {self.total} {self.what} ({reasons}), for example", *self.examples])
+        return f"{text}\ncolumns not read, with the number of their {self.what}: {columns}" if columns else text
+
+
+def _listed(counts: Mapping[str, int], form: str, more: str) -> str:
+    """The largest counts in a line, and what is left."""
+    entries = sorted(counts.items(), key=lambda entry: -entry[1])
+    rest = sum(count for _, count in entries[NUM_REASONS:])
+    return ", ".join(
+        [*(form.format(*entry) for entry in entries[:NUM_REASONS]), *([more.format(rest)] if rest else [])]
+    )
 
 
 def load_conversations(
@@ -93,11 +116,16 @@ def load_conversations(
     dropped = Dropped()
     for file in files:
         read, last_reason = 0, "no records"
-        for number, (place, record) in enumerate(read_rows(file, COLUMNS), 1):
+        for number, (place, record) in enumerate(read_rows(file), 1):
             if limit is not None and len(conversations) >= limit:
                 return conversations, dropped
             try:
-                conversations.append(parse(record, number, requires_answers))
+                conversation = parse(record, number, requires_answers, dropped.unread)
+                if not requires_answers and (
+                    conversation.tools or any(m["role"] == "tool" for m in conversation.messages)
+                ):
+                    raise ValueError("it holds tools or their results, which new answers cannot ask for")
+                conversations.append(conversation)
                 read += 1
             except ValueError as error:
                 last_reason = str(error)
@@ -110,56 +138,95 @@ def load_conversations(
     return conversations, dropped
 
 
-def parse(record: object, index: int, requires_answers: bool = True) -> Conversation:
+def parse(
+    record: object, index: int, requires_answers: bool = True, unread: dict[str, int] | None = None
+) -> Conversation:
     """Parse a record in ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
-    A single exchange may also be given as `question` and `answer` (GSM8K) or as `instruction`, `input` and `output`
-    (Alpaca; `response` is read like `output`), and several as a `history` of `user` and `bot` (MT-Bench-101). Records
-    written by `drafters regenerate` also hold their tokens: `input_ids`, `loss_mask`, `tokenizer` and `template`.
+    `COLUMNS` has the other forms: exchanges of a question, with its context, and an answer, and a `history` of such
+    exchanges before it. A system prompt may be a column of its own. Records written by `drafters regenerate` also hold
+    their tokens: `input_ids`, `loss_mask`, `tokenizer` and `template`.
 
-    In OpenAI form, an assistant's message may hold its reasoning (`reasoning_content`, `reasoning` or `thinking`) and
-    `tool_calls`, whose results are messages with the role `tool`; the record's `tools` describe the tools.
+    An assistant's message may hold its reasoning (`reasoning_content`, `reasoning` or `thinking`) and `tool_calls`,
+    whose results are messages with the role `tool`; the record's `tools` describe the tools.
 
     Assistant turns before the first user turn are dropped, as in FastChat. A key whose value is null counts as missing,
-    because parquet fills missing columns with null. Raises ValueError if the record is not a valid conversation; a
+    because tables fill missing keys with null. Raises ValueError if the record is not a valid conversation; a
     ValueError in its place says why it could not be read, and is raised. Its position in the file is the id of a record
-    that has none. The assistant's turns must be present and not empty unless only the user's are read.
+    that has none. The assistant's turns must be present and not empty unless only the user's are read. ``unread``
+    counts the other columns that hold texts, lists or objects which no message repeats.
     """
     if isinstance(record, ValueError):
         raise record
     record = _object(record, "not a JSON object")
-    turns = next((record[name] for name in ("conversations", "conversation", "messages") if record.get(name)), None)
-    turns = turns or _exchange(record)
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("no turns: neither `conversations` nor `messages` holds any")
-    messages = [_message(turn) for turn in turns]
-    system = messages[:1] if messages[0][0] == "system" else []
-    messages = messages[len(system) :]
-    while messages and messages[0][0] == "assistant":
-        messages.pop(0)
-    if not any(role == "assistant" for role, _, _ in messages) and (requires_answers or not messages):
+    found = _take_columns(record)
+    turns = [_message(turn) for turn in _turns(found)]
+    system = turns.pop(0)[0] if turns and turns[0][0]["role"] == "system" else None
+    if prompt := found.get("system"):
+        if not isinstance(prompt, str) or (system and system["content"] != prompt):
+            raise ValueError("its system prompt is not a text, or another one than that of the first turn")
+        system = {"role": "system", "content": prompt}
+    while turns and turns[0][0]["role"] == "assistant":
+        turns.pop(0)
+    if not any(message["role"] == "assistant" for message, _ in turns) and (requires_answers or not turns):
         raise ValueError(f"no {'assistant turn after a ' if requires_answers else ''}user turn")
     last = ""
-    for role, text, details in messages:
-        if role not in FOLLOWING[last].split():
+    for message, _ in turns:
+        if message["role"] not in FOLLOWING[last].split():
             raise ValueError("user and assistant do not alternate, or a call of a tool and its result")
-        last = role if role != "assistant" else "call" if "tool_calls" in details else "answer"
-        if last == "answer" and requires_answers and not text.strip():
+        last = message["role"] if message["role"] != "assistant" else "call" if "tool_calls" in message else "answer"
+        if last == "answer" and requires_answers and not message["content"].strip():
             raise ValueError("an assistant turn is empty")
-    tools = record.get("tools") or []
-    tools = json.loads(tools) if isinstance(tools, str) else tools  # as tables hold them
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("tools is not a list of objects")
-    if not requires_answers and (tools or any(role == "tool" for role, _, _ in messages)):
-        raise ValueError("it holds tools or their results, which new answers cannot ask for")
-    messages = [*system, *messages]
-    return Conversation(
-        str(record["id"]) if isinstance(record.get("id"), str | int) else str(index),
-        tuple((role, text) for role, text, _ in messages),
+    first = [system] if system else []
+    messages = (*first, *(message for message, _ in turns))
+    tools, name = _tools(found.get("tools")), record.get("id")
+    if system and "<tools>" in system["content"]:  # Hermes: the system prompt defines them already
+        tools = ()
+    conversation = Conversation(
+        str(name) if isinstance(name, str | int) else str(index),
+        messages,
         _recorded_tokens(record) if requires_answers and "input_ids" in record else None,
-        {index: details for index, (_, _, details) in enumerate(messages) if details} if requires_answers else {},
-        tuple(tools),
+        tools,
+        frozenset(index for index, (_, is_learned) in enumerate(turns, len(first)) if not is_learned),
     )
+    check_encodable([conversation.id, messages, tools])
+    if unread is not None:
+        said = {message["content"] for message in messages}
+        for name in record.keys() - NOT_READ:
+            value = record[name]
+            if value and isinstance(value, str | list | dict) and not (isinstance(value, str) and value in said):
+                unread[name] = unread.get(name, 0) + 1
+    return conversation
+
+
+def read_texts(files: Sequence[str]) -> Iterator[str]:
+    """Yield the documents of files in order, skipping empty ones, for drafters that index plain text.
+
+    In .jsonl, .json or .parquet files, a record with a field ``text`` is one document; of any other record, which is
+    read as by `parse`, each message is one. In files with other names, which are text, the documents are the
+    paragraphs, separated by blank lines. Records without text are counted in a warning. Raises ValueError if a file
+    cannot be read.
+    """
+    dropped = Dropped()
+    for file, path in zip(files, text_paths(files), strict=True):
+        for place, row in [] if is_text(path) else read_rows(file):
+            try:
+                yield from (text for text in _documents(row) if text.strip())
+            except ValueError as error:
+                dropped.add(str(error), f"{path.name} {place}")
+        if is_text(path):
+            yield from (text for text in paragraphs(file, path) if text.strip())
+    if dropped.total:
+        logging.getLogger(__name__).warning("%s", dropped)
+
+
+def _documents(row: object) -> list[str]:
+    if not isinstance(row, dict) or "text" not in row:
+        return [message["content"] for message in parse(row, 0, requires_answers=False).messages]
+    if not isinstance(row["text"], str):
+        raise ValueError("`text` is not a text")
+    check_encodable(row["text"])
+    return [row["text"]]
 
 
 def _object(value: object, problem: str) -> dict:
@@ -169,56 +236,128 @@ def _object(value: object, problem: str) -> dict:
     return {key: entry for key, entry in value.items() if entry is not None}
 
 
-def _exchange(record: dict) -> list[dict] | None:
-    """Return the messages of the forms that have no list of turns; None if it is none of them."""
-    if "question" in record and "answer" in record:
-        pairs = [(record["question"], record["answer"])]
-    elif "instruction" in record and (key := next((key for key in ("output", "response") if key in record), "")):
-        parts = [record["instruction"], record.get("input")]
-        pairs = [("\n\n".join(part for part in parts if isinstance(part, str) and part), record[key])]
-    elif isinstance(record.get("history"), list):
-        turns = [_object(turn, "a turn is not a JSON object") for turn in record["history"]]
-        pairs = [(turn.get("user"), turn.get("bot")) for turn in turns]
-    else:
-        return None
-    roles = "user", "assistant"
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+def _without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys, at any depth, by whose nulls a table fills up objects of other keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _message(turn: object) -> tuple[str, str, dict[str, Any]]:
-    """Return role, text and details of a message."""
-    turn = _object(turn, "a turn is not a JSON object")
-    speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+def _from_json(value: Any, problem: str) -> Any:
+    """Return what a JSON text holds, as which tables keep nested values; any other value is returned as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(problem) from error
+
+
+def _take_columns(record: dict) -> dict[str, Any]:
+    """Remove from a record the columns that make up its messages, and return them by kind."""
+    found: dict[str, Any] = {}
+    for kind, names in COLUMNS.items():
+        held = [name for name in names if name in record]
+        if kind == "turns":
+            held = [name for name in held if isinstance(record[name], list) or str(record[name]).startswith("[")]
+        if held and not (found.get("turns") and kind in ("question", "context", "answer", "history")):
+            name = next((name for name in held if record[name]), held[0])
+            found["calls" if name == "answers" else kind] = value = record.pop(name)
+            if name == "data":  # questions and answers in turn
+                found[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
+    return found
+
+
+def _turns(found: dict[str, Any]) -> list:
+    """Return the turns of a record, as messages that are still to be checked."""
+    question, context, answer = (found.get(name) for name in ("question", "context", "answer"))
+    if turns := _from_json(found.get("turns"), "`conversations` or `messages` is not JSON"):
+        return _exchanges(turns) or turns
+    if isinstance(question, list):  # TRL: the messages of the prompt, and those of the completion
+        return [*question, *(answer if isinstance(answer, list) else _exchanges([[None, answer]]))]
+    messages = _exchanges(found.get("history") or [])
+    if found.get("history") and not messages:
+        raise ValueError("history is not a list of exchanges, such as [question, answer]")
+    if question is not None or context is not None:
+        parts = [part for part in (question, context) if isinstance(part, str) and part]
+        messages += _exchanges([["\n\n".join(parts) if parts else question, answer]])
+    if not messages:
+        raise ValueError("no turns: neither `conversations` nor `messages` holds any")
+    calls = _from_json(found.get("calls"), "`answers` is not JSON")
+    return messages if calls is None else [*messages, {"role": "assistant", "tool_calls": calls}]
+
+
+def _exchanges(values: Any) -> list[dict[str, Any]]:
+    """Return the messages of a list of exchanges; none if it is none."""
+    pairs = [_pair(value) for value in values] if isinstance(values, list) else []
+    if None in pairs:
+        return []
+    said = [(role, text) for pair in pairs if pair for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [{"role": role, "content": text} for role, text in said if text is not None]
+
+
+def _pair(value: Any) -> tuple[Any, Any] | None:
+    """Return question and answer of an exchange; None if it is none."""
+    if isinstance(value, dict):
+        return next(((value[asked], value.get(said)) for asked, said in PAIRS if asked in value), None)
+    return (*value, None)[:2] if isinstance(value, list) and 0 < len(value) < 3 else None
+
+
+def _message(turn: Any) -> tuple[dict[str, Any], bool]:
+    """Return a turn as a message that templates read, and whether it is learned."""
+    turn = _object(_from_json(turn, "a turn is not a JSON object"), "a turn is not a JSON object")
+    speaker, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"unknown speaker {shortened(speaker)}")
-    details: dict[str, Any] = {}
-    if ROLES[speaker] == "assistant":
+    message: dict[str, Any] = {"role": ROLES[speaker], "content": text_of(content)}
+    message |= {name: turn[name] for name in ("tool_call_id", "name") if isinstance(turn.get(name), str)}
+    if message["role"] == "assistant":
         reasoning = next((turn[name] for name in (*REASONING, "reasoning") if turn.get(name)), None)
         if not isinstance(reasoning, str | None):
             raise ValueError("the reasoning of a turn is not a text")
-        details = dict.fromkeys(REASONING, reasoning) if reasoning else {}
-        if turn.get("tool_calls"):
-            details["tool_calls"], text = _tool_calls(turn["tool_calls"]), text or ""
-    elif ROLES[speaker] == "tool":
-        details = {name: turn[name] for name in ("tool_call_id", "name") if isinstance(turn.get(name), str)}
-    if not isinstance(text, str):
+        message |= dict.fromkeys(REASONING, reasoning) if reasoning else {}
+        calls = turn.get("tool_calls") or turn.get("function_call")
+        if speaker == "function_call":
+            calls, message["content"] = _from_json(content, "a call of a function is not JSON"), ""
+        if calls:
+            message["tool_calls"] = _tool_calls(calls if isinstance(calls, list) else [calls])
+            message["content"] = message["content"] or ""
+    if not isinstance(message["content"], str):
         raise ValueError("a turn has no text")
-    return ROLES[speaker], text, details
+    return message, all(turn.get(name, True) not in (0, False) for name in IN_LOSS)
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as templates read them; the OpenAI form holds them as JSON texts."""
+def text_of(content: Any) -> Any:
+    """Return the content of a message as a text if it is a list of parts, all of which are texts."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
+        raise ValueError("a message has parts that are not texts, such as images")
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: list) -> list[dict[str, Any]]:
+    """Check tool calls, and return them in OpenAI's form; their arguments stay objects or JSON texts, as they are."""
     checked = []
     try:
-        for call in calls:
-            function = call["function"]
-            arguments = function.get("arguments", {})
+        for call in map(_without_nulls, calls):
+            call = call if "function" in call else {"type": "function", "function": call}
+            arguments = call["function"].setdefault("arguments", {})
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            function = function | {"name": str(function["name"]), "arguments": arguments}
-            checked.append(call | {"function": function})
+            if not isinstance(call["function"]["name"], str) or not isinstance(arguments, dict):
+                raise ValueError("no name, or arguments that are no object")
+            checked.append(call)
     except MALFORMED as error:
         raise ValueError("tool_calls is not a list of objects like {function: {name, arguments as JSON}}") from error
     return checked
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Return definitions of tools in OpenAI's form."""
+    tools = _from_json(tools or [], "tools is not JSON") if isinstance(tools, str) else _without_nulls(tools or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools is not a list of objects")
+    return tuple({"type": "function", "function": tool} if "name" in tool else tool for tool in tools)
 
 
 def _recorded_tokens(record: dict) -> RecordedTokens:

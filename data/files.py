@@ -110,6 +110,15 @@ def validated(kind: Any, value: Any) -> Any:
         raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
 
 
+def check_encodable(value: object) -> None:
+    """Raise ValueError if a text of a JSON value holds half of a surrogate pair, which no tokenizer encodes."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise ValueError(f"a text holds half of a character ({half}, of a surrogate pair): remove it") from error
+
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers name an error of the system
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4  # part of the cache key: raise it when `encode` or the columns change
+FORMAT_VERSION = 5  # part of the cache key: raise it when `encode` or the columns change
 
 
 def describe(rows: Dataset) -> str:
@@ -85,7 +85,7 @@ def _identity(
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     yield [FORMAT_VERSION, tokenizer.backend_tokenizer.to_str(), special, text, max_length]
     for each in conversations:
-        yield [each.id, each.messages, sorted(each.details.items()), each.tools]
+        yield [each.id, each.messages, each.tools, sorted(each.not_learned)]
         if recorded := each.recorded:
             yield from (recorded.input_ids.tobytes(), recorded.loss_mask.tobytes())
             yield [recorded.tokenizer, recorded.template]

@@ -1,7 +1,8 @@
 """Reads rows from JSON and parquet files, from the hub or from the embedded corpus, and documents of plain text."""
 
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,9 @@ HUB = re.compile(
     r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?"
     r"(/(?P<file>[^:]+)|(:(?P<config>[^:/]+))?:(?P<split>[^:/]+))?"
 )
-# The fields of a record whose parts are documents of their own.
-PARTS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")
-EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
 
-def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
+def read_rows(source: str) -> Rows:
     """Yield the place of each row, such as ``line 3``, and the row, or a ValueError that says why it is broken.
 
     A file of JSON lines is read line by line, parquet files and the hub `ROWS_PER_READ` rows at a time, a .json file,
@@ -32,10 +30,9 @@ def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
             `hub:OWNER/NAME[@REVISION][[:CONFIG]:SPLIT]` for a data set on the Hugging Face hub, split `train` by
             default; `hub:OWNER/NAME[@REVISION]/FILE` for one file of a data set; or `embedded[:COUNT[:SEED]]` for the
             project's own corpus. The hub is used only for names with `hub:`.
-        columns: Columns of a table to read; by default all.
     """
     if source.startswith("hub:"):
-        return _read_hub(source, columns)
+        return _read_hub(source)
     if source.split(":")[0] == "embedded":
         return _read_embedded(source)
     path = Path(source).expanduser()
@@ -43,7 +40,7 @@ def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
         hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
         problem = "a folder; give the files in it" if path.is_dir() else "no such file; give the path of one"
         raise ValueError(f"{source}: {problem}, .json, .jsonl (also .gz) or .parquet{hub}")
-    return _read_file(source, path, columns)
+    return _read_file(source, path)
 
 
 def _read_embedded(source: str) -> Rows:
@@ -58,7 +55,7 @@ def _read_embedded(source: str) -> Rows:
     return _numbered(embedded.conversations(count, seed))
 
 
-def _read_hub(source: str, columns: Collection[str]) -> Rows:
+def _read_hub(source: str) -> Rows:
     from datasets import load_dataset
     from huggingface_hub import hf_hub_download
 
@@ -78,15 +75,14 @@ def _read_hub(source: str, columns: Collection[str]) -> Rows:
             f"{source}: cannot be loaded from the hub ({cause_of(error)}); check the name, go online, or give a file"
         ) from error
     if file:
-        return _read_file(source, path, columns)
-    tables = rows.select_columns(_chosen(source, rows.column_names, columns)).iter(ROWS_PER_READ)
-    return _numbered(row for table in tables for row in table.to_pylist())
+        return _read_file(source, path)
+    return _numbered(row for table in rows.iter(ROWS_PER_READ) for row in _rows_of(table))
 
 
-def _read_file(source: str, path: Path, columns: Collection[str] = ()) -> Rows:
+def _read_file(source: str, path: Path) -> Rows:
     kind = kind_of(path)
     if kind == ".parquet":
-        return _numbered(_parquet_rows(source, path, columns))
+        return _numbered(_parquet_rows(source, path))
     return _numbered(_listed_rows(source, path)) if kind == ".json" else _json_lines(source, path)
 
 
@@ -119,38 +115,39 @@ def _listed_rows(source: str, path: Path) -> list[object]:
     return lists[0]
 
 
-def _parquet_rows(source: str, path: Path, columns: Collection[str]) -> Iterator[object]:
+def _parquet_rows(source: str, path: Path) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile
 
     with reading(source, AGAIN), ParquetFile(path) as file:
-        for batch in file.iter_batches(ROWS_PER_READ, columns=_chosen(source, file.schema_arrow.names, columns)):
-            yield from batch.to_pylist()
+        for batch in file.iter_batches(ROWS_PER_READ):
+            yield from _rows_of(batch)
 
 
-def _chosen(source: str, names: Sequence[str], columns: Collection[str]) -> list[str]:
-    chosen = [name for name in names if not columns or name in columns]
-    if not chosen:
-        raise ValueError(f"{source}: none of its columns ({', '.join(names)}) is one of {', '.join(sorted(columns))}")
-    return chosen
+def _rows_of(table: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow table, with the values of JSON columns, which it holds as texts."""
+    kinds = {column.name: column.type for column in table.schema if "arrow.json" in str(column.type)}
+    for row in table.to_pylist():
+        yield row | {name: _from_json(row[name], kind) for name, kind in kinds.items()}
+
+
+def _from_json(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow table with its JSON texts, at any depth of the table's types, decoded."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {entry.name: _from_json(value[entry.name], entry.type) for entry in kind}
+    return [_from_json(entry, kind.value_type) for entry in value]
 
 
 def _numbered(records: Iterable[object]) -> Rows:
     return ((f"record {number}", record) for number, record in enumerate(records, 1))
 
 
-def read_texts(files: Sequence[str]) -> Iterator[str]:
-    """Yield the documents of files in order, skipping empty ones, for drafters that index plain text.
-
-    In .jsonl, .json or .parquet files, a record with a field ``text`` is one document. In any other record, each part
-    is one: the question and the answer, the instruction, the input and the output, or each turn of a conversation
-    (ShareGPT or OpenAI form, or a ``history`` of ``user`` and ``bot``). In files with other names, which are text, the
-    documents are the paragraphs, separated by blank lines. Raises ValueError with the place of what cannot be read.
-    """
-    for file, path in zip(files, text_paths(files), strict=True):
-        is_text = kind_of(path) not in (".jsonl", ".json", ".parquet")
-        rows = () if is_text else _read_file(file, path)
-        documents = _paragraphs(file, path) if is_text else (text for row in rows for text in _documents(file, *row))
-        yield from (text for text in documents if text.strip())
+def is_text(path: Path) -> bool:
+    """Whether a file holds plain text and no records."""
+    return kind_of(path) not in (".jsonl", ".json", ".parquet")
 
 
 def text_paths(files: Sequence[str]) -> list[Path]:
@@ -163,7 +160,8 @@ def text_paths(files: Sequence[str]) -> list[Path]:
     return paths
 
 
-def _paragraphs(file: str, path: Path) -> Iterator[str]:
+def paragraphs(file: str, path: Path) -> Iterator[str]:
+    """Yield the parts of a text that blank lines separate, which may be empty."""
     paragraph: list[str] = []
     with reading(file, AGAIN), open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
@@ -175,19 +173,3 @@ def _paragraphs(file: str, path: Path) -> Iterator[str]:
                 yield "".join(paragraph)
                 paragraph = []
         yield "".join(paragraph)
-
-
-def _documents(file: str, place: str, record: object) -> Iterator[str]:
-    if isinstance(record, ValueError):
-        raise ValueError(f"{file} {place}: {record}; repair or remove it") from record
-    record = record if isinstance(record, dict) else {}
-    turns, history = record.get("conversations") or record.get("messages"), record.get("history")
-    names = next((names for names in PARTS if names[0] in record and names[-1] in record), ())
-    parts = [record[name] for name in names if record.get(name) is not None]
-    if isinstance(turns, list):
-        parts = [turn.get("value", turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
-    elif not names and isinstance(history, list):
-        parts = [pair.get(side) for pair in history if isinstance(pair, dict) for side in ("user", "bot")]
-    if not parts or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{file} {place}: no text; expected {EXPECTED}")
-    yield from parts

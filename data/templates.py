@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from rich.text import Text
 
-from data.conversations import REASONING, Conversation, load_conversations
+from data.conversations import REASONING, Conversation, Message, load_conversations
 from data.files import SafeConsole, short_hash
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -29,6 +33,9 @@ def _read(name: str) -> str:
 
 # Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
 TEMPLATES = {name: _read(name) for name in ("vicuna_v1.1", "llama2_chat")}
+TEMPLATE_ERRORS = (
+    TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, ValueError
+)  # fmt: skip
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 # By which templates of reasoning models are told whether to begin an answer with its reasoning.
 THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")
@@ -68,24 +75,23 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode_prompt(
-    messages: Sequence[tuple[str, str]],
+    messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Return the token ids of a prompt: (role, text) pairs, and the start of the assistant's next turn.
+    """Return the token ids of a prompt: messages as chat templates read them, and the start of the next answer.
 
     The template is named as in `resolve_template`; each of the tools that it offers is defined by a JSON object.
     """
-    dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
-    text = resolve_template(template, tokenizer)
-    return list(_apply(dicts, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
+    text, options = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
+    return list(_apply(messages, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
 
 
-def render(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return the text of a prompt; the arguments are those of `encode_prompt`."""
-    dicts, text = Conversation("prompt", tuple(messages)).as_dicts(), resolve_template(template, tokenizer)
-    return str(_apply(dicts, tokenizer, text, tokenize=False, add_generation_prompt=True))
+    text = resolve_template(template, tokenizer)
+    return str(_apply(messages, tokenizer, text, tokenize=False, add_generation_prompt=True))
 
 
 def encode(
@@ -97,7 +103,7 @@ def encode(
     named as in `resolve_template`; tokens after the first ``max_length`` are cut off. Raises ValueError if the template
     refuses the conversation, or recorded tokens belong to another tokenizer or template.
     """
-    text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
+    text, messages = resolve_template(template, tokenizer), list(conversation.messages)
     tools = list(conversation.tools) or None
     if recorded := conversation.recorded:
         for name, expected, found in (
@@ -120,22 +126,45 @@ def encode(
     return ids[:max_length], mask[:max_length]
 
 
-def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any) -> Any:
-    """Apply a template, which writes BOS itself, so that no special tokens are added."""
-    from jinja2 import TemplateError
+def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any) -> Any:
+    """Apply a template, which writes BOS itself, so that no special tokens are added.
 
+    The arguments of tool calls are objects in most templates; a template that refuses those gets them as texts.
+    """
     if "tool_calls" not in template and any("tool_calls" in message for message in messages):
         raise ValueError("the chat template has no place for tool calls")
     if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         options["tokenizer_kwargs"] = {"verbose": False}
+    apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=template, **options)
-    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if any(message.get("tool_calls") for message in messages):
+            plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+            messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+        return apply(messages, **options)
+    except TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
+def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) -> list[Message]:
+    """Return messages with the arguments of their tool calls as a template reads them: objects, or else JSON texts."""
+    objects, texts = deepcopy(list(messages)), deepcopy(list(messages))
+    calls, written = ([call for each in copy for call in each.get("tool_calls") or ()] for copy in (objects, texts))
+    for function, in_text in (
+        (call["function"], other["function"]) for call, other in zip(calls, written, strict=True)
+    ):
+        arguments = function.get("arguments", {})
+        function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+        in_text["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    with suppress(*TEMPLATE_ERRORS):
+        text = render(objects)
+        # A template that takes them for a text may write an object as Python does.
+        if not any(call["function"]["arguments"] and str(call["function"]["arguments"]) in text for call in calls):
+            return objects
+    return texts
+
+
 def mask_without_marks(
-    messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None = None
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None = None
 ) -> tuple[list[int], list[int]]:
     """Return the token ids and the loss mask (S,) of a conversation whose template has no ``{% generation %}`` marks.
 
@@ -165,7 +194,7 @@ class _Texts:
     """What a template writes for a conversation and for parts of it."""
 
     def __init__(
-        self, messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None
+        self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None
     ) -> None:
         self.messages, self.tokenizer, self.template, self.tools = messages, tokenizer, template, tools
         self.whole = self._text(messages)
@@ -179,7 +208,7 @@ class _Texts:
         if calls and self._text(renamed).count(self.stand_in) < len(calls):
             raise ValueError("the chat template leaves out a tool call")
 
-    def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], is_prompt: bool = False) -> str:
         options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
         return _apply(list(messages), self.tokenizer, self.template, **options)
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from data.conversations import Message, user_message
 from data.files import SafeConsole, safe_text
 from data.templates import decode_answer
 from drafters.protocol import NoDrafter
@@ -96,7 +97,7 @@ class Chat:
         compile: bool = False,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
-        self.messages: list[tuple[str, str]] = []
+        self.messages: list[Message] = []
         self.last_answer: LastAnswer | None = None
         self.compares_next = False
         self._compile, self._runner = compile, make_runner(base, compile)
@@ -168,8 +169,9 @@ class Chat:
     # ---- answers
 
     def _answer(self, text: str) -> None:
-        system = [("system", self.system)] if self.system else []
-        prompt = encode_messages(self.base, [*system, *self.messages, ("user", text)], self.template)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = user_message(text)
+        prompt = encode_messages(self.base, [*system, *self.messages, asked], self.template)
         try:
             check_prompt(self.base, prompt, self.max_new_tokens)
         except ValueError as error:
@@ -186,7 +188,7 @@ class Chat:
                     break
         self.show(detokenizer.finish() + "\n")
         answer = decode_answer(generation.tokens, self.base.tokenizer).strip()
-        self.messages += [("user", text), ("assistant", answer)]
+        self.messages += [asked, {"role": "assistant", "content": answer}]
         self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._session.session.sampler)
         end = ""
         if generation.tokens[-1] not in self.base.eos:

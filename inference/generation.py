@@ -241,7 +241,7 @@ def _encode(prompt: Any, base: Base, options: GenerateOptions) -> list[int]:
     elif not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: pass a text or token ids")
     else:
-        token_ids = encode_prompt([(part["role"], part["content"]) for part in parts], tokenizer, "tokenizer")
+        token_ids = encode_prompt(parts, tokenizer, "tokenizer")
     check_prompt(base, token_ids, options.max_new_tokens)
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"a prompt has token ids outside the {vocab_size} of {base.name}")

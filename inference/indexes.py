@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from rich.progress import TaskProgressColumn
 
-from data.sources import read_texts, text_paths
+from data.conversations import read_texts
+from data.sources import text_paths
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.training_free.corpus import CorpusTable

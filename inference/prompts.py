@@ -8,6 +8,7 @@ from typing import Any
 
 from data import benchmarks
 from data.benchmarks import Question
+from data.conversations import Message, user_message
 from data.templates import ReasoningMarks, encode_prompt, find_marks, resolve_template
 from inference.verifier.base import Base, BaseConfig
 from inference.verifier.session import check_prompt
@@ -41,34 +42,32 @@ class BenchmarkPrompts:
 
 
 def encode_messages(
-    base: Base | BaseConfig, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
+    base: Base | BaseConfig, messages: Sequence[Message], template: str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
     """Return the token ids of a chat that waits for the assistant's next turn.
 
     If the tokenizer's own template is asked for (``tokenizer``) and it has none, the base was not trained to chat: it
-    gets the messages, (role, text) pairs, as plain text.
+    gets the texts of the messages.
     """
     if template == "tokenizer" and not base.tokenizer.chat_template:
-        return list(base.tokenizer("\n".join(text for _, text in messages)).input_ids)
+        return list(base.tokenizer("\n".join(message["content"] for message in messages)).input_ids)
     return encode_prompt(messages, base.tokenizer, template, tools)
 
 
-def encode_question(
-    base: Base | BaseConfig, question: Question, messages: list[tuple[str, str]], template: str
-) -> list[int]:
+def encode_question(base: Base | BaseConfig, question: Question, messages: list[Message], template: str) -> list[int]:
     """Return the token ids of a question with the chat so far, or of a raw question's text without a template.
 
     The question's system prompt and tools come before the chat.
     """
     if question.is_raw:
-        return list(base.tokenizer(messages[-1][1]).input_ids)
-    system = [("system", question.system)] if question.system else []
+        return list(base.tokenizer(messages[-1]["content"]).input_ids)
+    system = [{"role": "system", "content": question.system}] if question.system else []
     return encode_messages(base, [*system, *messages], template, question.tools)
 
 
 def encode_first_prompt(base: Base | BaseConfig, question: Question, template: str) -> list[int]:
     """Return the token ids of a question's first prompt; ValueError if they lack its system prompt or its tools."""
-    messages = [("user", question.turns[0])]
+    messages: list[Message] = [user_message(question.turns[0])]
     prompt = encode_question(base, question, messages, template)
     # Another system prompt rather than none, in whose place a template may write the very same one by default.
     others = {"list of tools": replace(question, tools=())}
@@ -86,7 +85,7 @@ def find_reasoning_marks(base: Base | BaseConfig, template: str) -> ReasoningMar
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return None
     text = resolve_template(template, base.tokenizer)
-    return find_marks(text, base.tokenizer, encode_messages(base, [("user", "Why?")], template))
+    return find_marks(text, base.tokenizer, encode_messages(base, [user_message("Why?")], template))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from data.benchmarks import Question, load_questions
+from data.conversations import Message, user_message
 from data.files import SafeConsole, read_json_lines, reading
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
@@ -76,10 +77,11 @@ def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: s
     """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
     for place, row in read_json_lines(path):
         with reading(place, "it is no recorded answer to --questions"):
-            question, choice, messages = asked[row["question_id"]], row["choices"][0], list[tuple[str, str]]()
+            question, choice, messages = asked[row["question_id"]], row["choices"][0], list[Message]()
             for turn, text in enumerate(choice["turns"]):
-                prompt = encode_question(base, question, [*messages, ("user", question.turns[turn])], template)
-                messages += [("user", question.turns[turn]), ("assistant", text)]
+                messages.append(user_message(question.turns[turn]))
+                prompt = encode_question(base, question, messages, template)
+                messages.append({"role": "assistant", "content": text})
                 if "token_ids" in choice:  # `drafters eval` wrote it
                     tokens, ended = choice["token_ids"][turn], choice["ended"][turn]
                     size, fits = len(tokens), choice["prompt_tokens"][turn] == len(prompt)

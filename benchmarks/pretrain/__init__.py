@@ -135,7 +135,8 @@ def train_tokenizer(conversations: Iterable[Conversation], vocab_size: int) -> P
         # With the words of the template around the turns, so that these get short tokens too.
         for conversation in conversations:
             yield VICUNA_SYSTEM
-            yield from (f" {speakers[role]}: {text}" for role, text in conversation.messages if role in speakers)
+            said = [message for message in conversation.messages if message["role"] in speakers]
+            yield from (f" {speakers[message['role']]}: {message['content']}" for message in said)
 
     model: Any = load_tokenizer("checkpoints/tiny-chat")
     return model.train_new_from_iterator(texts(), vocab_size, show_progress=False)

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from data.benchmarks import Question
+from data.conversations import Message, user_message
 from data.files import read_json_lines, reading, validated, write_text
 from data.templates import decode_answer
 from inference.prompts import encode_question
 from inference.verifier.base import Base
 from inference.verifier.session import PHASES, Session, Step
 
-Messages = list[tuple[str, str]]  # role and text
+Messages = list[Message]
 Slot = tuple[int, str]  # the index of a question, and the name of a drafter
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
 WARM_UP_TOKENS = 16
@@ -102,14 +103,14 @@ def answer_turns(
     turns: list[Turn] = []
     ended: list[bool] = []
     for text in question.turns:
-        messages.append(("user", text))
+        messages.append(user_message(text))
         prompt = encode(messages)
         if len(prompt) >= context_length and turns:
             break
         turn, is_ended = write(messages, prompt)
         turns.append(turn)
         ended.append(is_ended)
-        messages.append(("assistant", turn.text))
+        messages.append({"role": "assistant", "content": turn.text})
     return turns, ended
 
 

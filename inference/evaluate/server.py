@@ -28,6 +28,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from data.benchmarks import Question
+from data.conversations import user_message
 from data.files import redacted, safe_line, validated
 from data.templates import decode_answer
 from data.tokenizer import find_base
@@ -125,7 +126,7 @@ class Server:
             self.context_length = min(self.base.context_length, length or self.base.context_length)
             for self.is_chat, self.sends_ids in ((False, True), (False, False), (True, False)):
                 try:
-                    turn, _ = self.complete(question, [("user", question.turns[0])], prompt, 1)
+                    turn, _ = self.complete(question, [user_message(question.turns[0])], prompt, 1)
                 except openai.APIStatusError as error:
                     if error.status_code not in REFUSALS:
                         raise
@@ -148,8 +149,8 @@ class Server:
         if self.is_chat:
             if question.is_raw or question.tools:
                 raise ValueError(f"{self.root} knows only chats: choose questions without raw prompts and tools")
-            system = [("system", question.system)] if question.system else []
-            chat: Any = [{"role": role, "content": content} for role, content in [*system, *messages]]
+            system = [{"role": "system", "content": question.system}] if question.system else []
+            chat: Any = [*system, *messages]
             stream: Any = self.client.chat.completions.create(messages=chat, **options)
         else:
             stream = self.client.completions.create(prompt=list(prompt), **options)
@@ -334,7 +335,7 @@ def _measure(
     with ThreadPoolExecutor(level) as pool:
         # The first steps of an engine, and those of each batch size, are slow; no prompt is known before its turn.
         warm = zip(asked.questions[:level], asked.prompts, strict=False)
-        list(pool.map(lambda own: server.complete(own[0], [("user", "Hi")], own[1][::-1], WARM_UP_TOKENS), warm))
+        list(pool.map(lambda own: server.complete(own[0], [user_message("Hi")], own[1][::-1], WARM_UP_TOKENS), warm))
         counts, started = server.counts(), time.perf_counter()
         try:
             for answer in pool.map(lambda own: server.answer(f"{drafter} @ {level}", own, cap), asked.questions):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import openai
 import torch
 
+from data.conversations import Message
 from data.files import redacted, validated
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
@@ -33,7 +34,7 @@ SHRINK = 0.75  # finished rows leave a batch once at most this share of its rows
 class Request:
     """A turn that waits for its answer, or, without messages, a text that waits to be continued."""
 
-    messages: list[tuple[str, str]]  # (role, text), the last one from the user
+    messages: list[Message]  # the last one from the user
     prompt: list[int]  # their token ids
     max_new_tokens: int
     sampling: SamplingOptions = GREEDY  # with a seed of its own
@@ -218,7 +219,7 @@ class ServerAnswerer:
         extra: dict[str, Any] = {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
         extra |= {"top_k": sampling.top_k} if sampling.top_k else {}  # as is the next one, an extension of vLLM
         extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
-        messages: Any = [{"role": role, "content": text} for role, text in request.messages]
+        messages: Any = request.messages
         ask: Any = partial(self._client.chat.completions.create, messages=messages)
         if not messages:
             ask = partial(self._client.completions.create, prompt=request.prompt, stop=[request.stop])

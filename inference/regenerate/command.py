@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation, load_conversations
+from data.conversations import Conversation, load_conversations, user_message
 from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import PRIVATE_USE, THINKING_SWITCH, render, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
@@ -117,7 +117,7 @@ def regenerate(
         for number in range(answers.num_answers)
     ]
     settings = {  # everything that determines the answers
-        "format": 1,
+        "format": 2,
         "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
         **asked,
         "turns": answers.turns,
@@ -287,7 +287,7 @@ def own_prompts(
         raise ValueError(
             f"the base ends none of {count} messages within {MAX_PROMPT_TOKENS} tokens: give prompts by --files"
         )
-    return [Conversation(f"own-{row}", (("user", text),)) for row, text in enumerate(messages.values())]
+    return [Conversation(f"own-{row}", (user_message(text),)) for row, text in enumerate(messages.values())]
 
 
 def user_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
@@ -295,7 +295,7 @@ def user_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, s
 
     Raises ValueError if it writes nothing behind it.
     """
-    before, _, behind = render([("user", PRIVATE_USE[0])], tokenizer, template).partition(PRIVATE_USE[0])
+    before, _, behind = render([user_message(PRIVATE_USE[0])], tokenizer, template).partition(PRIVATE_USE[0])
     before = before.rstrip(" ")  # a space is part of the message's first token
     first = tokenizer(behind, add_special_tokens=False).input_ids[:1]
     if set(first) & set(tokenizer.all_special_ids):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import REASONING, Conversation, Dropped
+from data.conversations import REASONING, Conversation, Dropped, Message
 from data.files import short_hash
 from data.templates import decode_answer, encode, encode_prompt, resolve_template
 from data.tokenizer import tokenizer_hash
@@ -48,11 +48,10 @@ class Dialogue:
     ) -> None:
         self.id = f"{conversation.id} answer {number + 1}" if number else conversation.id
         self.tokenizer, self.template = tokenizer, template
-        self.messages = [message for message in conversation.messages if message[0] == "system"]
-        self.user_turns = [text for role, text in conversation.messages if role == "user"][:num_turns]
+        self.messages = [message for message in conversation.messages if message["role"] == "system"]
+        self.user_turns = [message for message in conversation.messages if message["role"] == "user"][:num_turns]
         self.ids, self.mask = array("i"), array("b")
         self.is_cut: list[bool] = []
-        self.reasoning: dict[int, str] = {}  # of answers that a server gave, by the index of the message
         self.is_open = True
 
     @property
@@ -61,9 +60,9 @@ class Dialogue:
         return len(self.user_turns) - len(self.is_cut) if self.is_open else 0
 
     @property
-    def pending_messages(self) -> list[tuple[str, str]]:
+    def pending_messages(self) -> list[Message]:
         """The messages up to and including the next turn of the user."""
-        return [*self.messages, ("user", self.user_turns[len(self.is_cut)])]
+        return [*self.messages, self.user_turns[len(self.is_cut)]]
 
     def prompt(self) -> list[int]:
         """Return the tokens of `pending_messages`; raises ValueError if the chat template rejects them."""
@@ -88,7 +87,8 @@ class Dialogue:
         texts = dict.fromkeys([decoded, decoded.removeprefix(" "), decoded.strip()])
         same = next((text for text in texts if self._encoded(text)[0][: len(row)] == row), None)
         counts.num_round_trip += same is not None
-        self._extend(prompt, answer, decoded.strip() if same is None else same, is_cut, counts)
+        message = {"role": "assistant", "content": decoded.strip() if same is None else same}
+        self._extend(prompt, answer, message, is_cut, counts)
 
     def add_text(
         self, text: str, is_cut: bool, num_written: int | None, counts: AnswerCounts, reasoning: str = ""
@@ -98,6 +98,7 @@ class Dialogue:
         If the answer was cut off, the EOS token that the template appends is removed, and the token before it, which
         may be half of a word's token.
         """
+        message = {"role": "assistant", "content": text} | ({"reasoning_content": reasoning} if reasoning else {})
         row, mask = self._encoded(text, reasoning) if text.strip() else ([], [])
         if 1 not in mask:
             return self.stop("the answer is empty" if not text.strip() else "the template shows no answer", counts)
@@ -109,27 +110,24 @@ class Dialogue:
         counts.num_round_trip += num_written in (num_without_eos, num_without_eos + 1)
         if is_cut:
             answer = answer[: num_without_eos - 1]
-        self._extend(row[:start], answer, text, is_cut, counts)
-        if reasoning:
-            self.reasoning[len(self.messages) - 1] = reasoning
+        self._extend(row[:start], answer, message, is_cut, counts)
 
     def _encoded(self, answer: str, reasoning: str = "") -> tuple[list[int], list[int]]:
-        messages = (*self.pending_messages, ("assistant", answer))
-        details = {len(messages) - 1: dict.fromkeys(REASONING, reasoning)} if reasoning else {}
-        answered = Conversation(self.id, messages, details=details)
+        message = {"role": "assistant", "content": answer} | (dict.fromkeys(REASONING, reasoning) if reasoning else {})
         try:
+            answered = Conversation(self.id, (*self.pending_messages, message))
             return encode(answered, self.tokenizer, self.template)
         except ValueError:  # the template accepts prompts only
             return [], []
 
     def _extend(
-        self, prompt: Sequence[int], answer: Sequence[int], text: str, is_cut: bool, counts: AnswerCounts
+        self, prompt: Sequence[int], answer: Sequence[int], message: Message, is_cut: bool, counts: AnswerCounts
     ) -> None:
         num_same = common_prefix(self.ids, prompt)
         counts.num_lost += sum(self.mask[num_same:])
         self.mask = self.mask[:num_same] + array("b", [0] * (len(prompt) - num_same) + [1] * len(answer))
         self.ids = array("i", [*prompt, *answer])
-        self.messages = [*self.pending_messages, ("assistant", text)]
+        self.messages = [*self.pending_messages, message]
         self.is_cut.append(is_cut)
         counts.num_answers += 1
         counts.num_tokens += len(answer)
@@ -139,11 +137,7 @@ class Dialogue:
         """Return the conversation in OpenAI form, together with the tokens and the loss mask of its row."""
         return {
             "id": self.id,
-            "messages": [
-                {"role": role, "content": text}
-                | ({"reasoning_content": self.reasoning[index]} if index in self.reasoning else {})
-                for index, (role, text) in enumerate(self.messages)
-            ],
+            "messages": self.messages,
             "cut": self.is_cut,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "template": short_hash(resolve_template(self.template, self.tokenizer)),

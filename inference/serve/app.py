@@ -94,7 +94,7 @@ class Decoder:
         asked.sampler()
         if (num_new_tokens := asked.max_tokens or self.max_tokens) > self.max_tokens:
             raise ValueError(f"max_tokens must be at most {self.max_tokens} on this server")
-        prompt = encode_messages(self.base, [(each.role, each.content) for each in asked.messages], self.template)
+        prompt = encode_messages(self.base, [each.model_dump() for each in asked.messages], self.template)
         check_prompt(self.base, prompt, num_new_tokens)
         return prompt
 

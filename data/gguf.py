@@ -6,21 +6,17 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # Vocabularies of which each digit is a word for itself (llama.cpp, src/llama-vocab.cpp); transformers does not say so.
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-ANSWER = "\ue000"  # stands for an answer in a rendered chat template
 
 
 class Content(NamedTuple):
@@ -103,14 +99,3 @@ def load_gguf(load: Callable[..., Any], auto_class: Any, path: Path, **options: 
             # Llama 3 keeps the scaling of its positions in weights, rope_freqs; a part of a split model has fewer.
             raise ValueError(f"it holds {content.num_weights:,} weights, but its model in transformers {found:,}")
     return loaded
-
-
-def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: end of sequence, and the special token in the chat template after one."""
-    found = {tokenizer.eos_token_id} - {None}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    with suppress(Exception):  # there may be no template, or one that refuses these messages
-        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rpartition(ANSWER)[2].lstrip()
-        first = tokenizer(after, add_special_tokens=False).input_ids[0]
-        found |= {first} if tokenizer.added_tokens_decoder[first].special else set()
-    return sorted(found)

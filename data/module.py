@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
@@ -14,10 +15,9 @@ from torch.utils.data import DataLoader
 
 from data.batches import BucketSampler, collate
 from data.conversations import Conversation, load_conversations
-from data.features import FeatureStore, StoredRows
-from data.files import short_hash
+from data.features import FeatureStore, Manifest, StoredRows
 from data.rows import describe, lengths, tokenise
-from data.templates import resolve_template
+from data.templates import template_hash, with_date
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class ShareGPTData(L.LightningDataModule):
         options, tokenizer = self.hparams, self.tokenizer_object
         if options["features"] and stage in (None, "fit") and self.store is None:
             store = FeatureStore(options["features"])
-            template = short_hash(resolve_template(options["template"], tokenizer))
-            store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
+            template = template_hash(self.template, tokenizer)
+            store.check(tokenizer_hash(tokenizer), template, self.template, options["max_length"])
             self.store, self._places = store, store.find(self.train_set)
             rank_zero_info(
                 f"training: the hidden states of {len(self._places):,} conversations come from {store.folder}"
@@ -123,6 +123,10 @@ class ShareGPTData(L.LightningDataModule):
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
         pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
         self.pad_id = next(token for token in pad_ids if token is not None)
+        self.template = options["template"]
+        if options["features"]:  # a template may write the date of the day on which the store was written
+            stored = Manifest.read(Path(options["features"]).expanduser()).template_name
+            self.template = with_date(self.template, self.tokenizer_object, stored)
         train = self._read("training", options["files"])
         if options["val_files"]:
             val = self._read("validation", options["val_files"])
@@ -133,13 +137,12 @@ class ShareGPTData(L.LightningDataModule):
 
     def _read(self, name: str, files: Sequence[str]) -> list[Conversation]:
         conversations, dropped = load_conversations(files, self.hparams["limit"])
-        if dropped.total:
-            rank_zero_info(f"{name}: {dropped}")
+        rank_zero_info(f"{name}: {len(conversations):,} conversations read, {dropped}")
         return conversations
 
     def _tokenise(self, name: str, conversations: list[Conversation]) -> Dataset:
-        template, max_length, cache_dir = (self.hparams[key] for key in ("template", "max_length", "cache_dir"))
-        rows = tokenise(conversations, self.tokenizer_object, template, max_length, cache_dir)
+        max_length, cache_dir = self.hparams["max_length"], self.hparams["cache_dir"]
+        rows = tokenise(conversations, self.tokenizer_object, self.template, max_length, cache_dir)
         reasons = f"refused by the template, or no assistant token within {max_length} tokens"
         num_empty = len(conversations) - len(rows)
         rank_zero_info(f"{name}: {describe(rows)}{f'; {num_empty} left out: {reasons}' if num_empty else ''}")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from datetime import date
+from functools import lru_cache, partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta
 from rich.text import Text
 
-from data.conversations import REASONING, Conversation, Message, load_conversations
+from data.conversations import REASONING, Conversation, Message, load_conversations, user_message
 from data.files import SafeConsole, short_hash
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -37,8 +38,8 @@ TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, ValueError
 )  # fmt: skip
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
-# By which templates of reasoning models are told whether to begin an answer with its reasoning.
-THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")
+THINKING = {"thinking=on": "true", "thinking=off": "false"}
+TODAY = re.compile(r"strftime_now\( *(['\"])(.*?)\1 *\)")  # how templates ask for today's date, and its format
 # Before and after the reasoning, in the templates of Qwen3 and DeepSeek-R1, Magistral, Cohere, Seed-OSS and others. Not
 # the channels of gpt-oss, whose template refuses answers that contain them.
 MARKS = (
@@ -54,24 +55,60 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a chat template; ValueError if there is no such template, or it has no such switch.
 
     It is one of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own. With ``:thinking=on`` or ``:thinking=off`` after
-    it, the template's own switch asks for answers with or without reasoning.
+    it, the template's own switch asks for answers with or without reasoning; with ``:date=2026-11-28``, a template that
+    writes today's date writes this one.
     """
-    name, _, option = name.partition(":")
+    name, *options = name.split(":")
     if name not in (*TEMPLATES, "tokenizer"):
         raise ValueError(f"unknown chat template {name!r}; choose one of: tokenizer, {', '.join(TEMPLATES)}")
     if name == "tokenizer" and not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
     text = TEMPLATES[name] if name in TEMPLATES else tokenizer.get_chat_template()
-    if not option:
-        return text
-    values = {"thinking=on": "true", "thinking=off": "false"}
-    if option not in values:
-        raise ValueError(f"unknown option {option!r} of the chat template: write {name}:{' or :'.join(values)}")
-    switch = THINKING_SWITCH.search(text)
-    if switch is None:
-        raise ValueError(f"the chat template has no thinking switch (enable_thinking): write {name} without {option}")
-    # transformers drops a line break after a block, so this one keeps a line break with which the template may begin.
-    return f"{{% set {switch[1]} = {values[option]} %}}\n{text}"
+    for option in options:
+        if option in THINKING:
+            if not (switch := thinking_switch(text)):
+                raise ValueError(
+                    f"the chat template has no thinking switch (enable_thinking): write {name} without {option}"
+                )
+            # transformers drops a line break after a block, so this one keeps one with which the template may begin.
+            text = f"{{% set {switch} = {THINKING[option]} %}}\n{text}"
+        elif option.startswith("date=") and TODAY.search(text):
+            text = TODAY.sub(partial(_write_date, option.removeprefix("date=")), text)
+        else:
+            raise ValueError(
+                f"unknown option {option!r} of the chat template: write {name}:{' or :'.join(THINKING)}, or, for a "
+                "template that writes today's date, :date=YEAR-MONTH-DAY"
+            )
+    return text
+
+
+def _write_date(day: str, call: re.Match[str]) -> str:
+    try:
+        return json.dumps(date.fromisoformat(day).strftime(call[2]))
+    except ValueError as error:
+        raise ValueError(f"{day!r} is no date of a chat template: write it like 2026-11-28") from error
+
+
+def thinking_switch(template: str) -> str | None:
+    """Return the variable by which a template's text is told whether to begin an answer with its reasoning."""
+    unmarked = re.sub(r"\{%-? *(end)?generation *-?%\}", "", template)
+    try:
+        read = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(unmarked))
+    except TemplateError as error:
+        raise ValueError(f"the chat template is damaged: {error}") from error
+    return next((name for name in ("enable_thinking", "thinking") if name in read), None)
+
+
+def with_date(name: str, tokenizer: PreTrainedTokenizerBase, stored: str = "") -> str:
+    """Return the name of a template with the date that it writes, if it writes any: that of ``stored``, or today's."""
+    if stored.partition(":date=")[0] == name:
+        return stored
+    return f"{name}:date={date.today()}" if TODAY.search(resolve_template(name, tokenizer)) else name
+
+
+def template_hash(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a short hash of a template's text, which is the same on every day."""
+    return short_hash(resolve_template(re.sub(":date=[^:]*", "", name), tokenizer))
 
 
 def encode_prompt(
@@ -88,10 +125,15 @@ def encode_prompt(
     return list(_apply(messages, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
 
 
-def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+def render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return the text of a prompt; the arguments are those of `encode_prompt`."""
-    text = resolve_template(template, tokenizer)
-    return str(_apply(messages, tokenizer, text, tokenize=False, add_generation_prompt=True))
+    text, options = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
+    return str(_apply(messages, tokenizer, text, tokenize=False, add_generation_prompt=True, **options))
 
 
 def encode(
@@ -108,7 +150,7 @@ def encode(
     if recorded := conversation.recorded:
         for name, expected, found in (
             ("tokenizer", tokenizer_hash(tokenizer), recorded.tokenizer),
-            ("chat template", short_hash(text), recorded.template),
+            ("chat template", template_hash(template, tokenizer), recorded.template),
         ):
             if expected != found:
                 raise ValueError(
@@ -121,8 +163,12 @@ def encode(
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = _apply(messages, tokenizer, text, tools=tools, **options)
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+        if conversation.not_learned:
+            _, others = mask_without_marks(messages, tokenizer, text, tools, conversation.not_learned)
+            mask = [int(is_in and not is_out) for is_in, is_out in zip(mask, others, strict=True)]
     else:
-        ids, mask = mask_without_marks(messages, tokenizer, text, tools)
+        learned = frozenset(range(len(messages))) - conversation.not_learned
+        ids, mask = mask_without_marks(messages, tokenizer, text, tools, learned)
     return ids[:max_length], mask[:max_length]
 
 
@@ -164,30 +210,49 @@ def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) 
 
 
 def mask_without_marks(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None = None
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: list[dict] | None,
+    turns: Collection[int],
 ) -> tuple[list[int], list[int]]:
     """Return the token ids and the loss mask (S,) of a conversation whose template has no ``{% generation %}`` marks.
 
-    What the template writes for an answer after its prompt is in the mask, up to the last EOS token: reasoning, tool
-    calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
-    ids, because an answer that starts with a line break may share its first token with the prompt. Raises ValueError if
-    the template refuses the conversation, or an answer cannot be found in what it writes.
+    What the template writes for the answers among ``turns`` after their prompts is in the mask, up to the last token
+    that ends an answer: reasoning, tool calls and the names of channels too, if the template shows them. The rendered
+    texts are compared rather than the ids, because an answer that starts with a line break may share its first token
+    with the prompt. Raises ValueError if the template refuses the conversation, or an answer cannot be found in it.
     """
     texts = _Texts(messages, tokenizer, template, tools)
-    answers: list[tuple[int, int]] = []
+    answers: dict[int, tuple[int, int]] = {}
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
-            answers.append(texts.answer(turn, after=answers[-1][1] if answers else 0))
+            answers[turn] = texts.answer(turn, after=max((end for _, end in answers.values()), default=0))
     encoded = tokenizer(texts.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
     ends = [end for _, end in encoded["offset_mapping"]]
-    for start, end in answers:
+    for start, end in (place for turn, place in answers.items() if turn in turns):
         answer = range(bisect_right(ends, start), bisect_right(ends, end))
-        eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
+        last = next((place for place in reversed(answer) if ids[place] in texts.ends), end)
         for place in answer:
-            # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
-            mask[place] = int(not eos or place <= eos[-1])
+            # Anything the template writes after the end of the turn, such as a line break, is not part of the answer.
+            mask[place] = int(place <= last)
     return ids, mask
+
+
+@lru_cache(maxsize=8)
+def end_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> tuple[int, ...]:
+    """Return the tokens that end an answer: end of sequence, and the special token in the chat template after one.
+
+    The template is a text; by default it is the tokenizer's own.
+    """
+    found, answer = {tokenizer.eos_token_id} - {None}, PRIVATE_USE[0]
+    messages: Any = [user_message("?"), {"role": "assistant", "content": answer}]
+    with suppress(Exception):  # there may be no template, or one that refuses these messages
+        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+        first = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False).input_ids[0]
+        found |= {first} if tokenizer.added_tokens_decoder[first].special else set()
+    return tuple(sorted(found))
 
 
 class _Texts:
@@ -197,7 +262,7 @@ class _Texts:
         self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None
     ) -> None:
         self.messages, self.tokenizer, self.template, self.tools = messages, tokenizer, template, tools
-        self.whole = self._text(messages)
+        self.whole, self.ends = self._text(messages), list(end_tokens(tokenizer, template))
         used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
         self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
         # A template must write the name of each tool that is called, wherever it is called.
@@ -229,8 +294,9 @@ class _Texts:
         start, end = found
         if self.whole.startswith(prompt) and len(prompt) < start:
             start = len(prompt)
-        eos = str(self.tokenizer.eos_token or "")
-        return start, end + len(eos) * self.whole.startswith(eos, end)
+        ending = re.compile(rf"\s*({'|'.join(map(re.escape, self.tokenizer.convert_ids_to_tokens(self.ends)))})")
+        written = ending.match(self.whole, end) if self.ends else None
+        return start, written.end() if written else end
 
     def _where_stand_in_is(self, turn: int) -> tuple[int, int] | None:
         """The range that changes if the answer is another one, unless anything else changes with it."""
@@ -292,11 +358,14 @@ def show_mask(
     loaded = load_tokenizer(tokenizer)
     conversations, dropped = load_conversations(files, limit)
     console = SafeConsole()
-    if dropped.total:
-        console.print(str(dropped), markup=False)
+    console.print(f"{len(conversations):,} conversations read, {dropped}")
     num_masked = 0
     for conversation in conversations:
-        ids, mask = encode(conversation, loaded, template, max_length)
+        try:
+            ids, mask = encode(conversation, loaded, template, max_length)
+        except ValueError as error:
+            console.print(f"{conversation.id} is left out: {error}")
+            continue
         num_masked += sum(mask)
         console.rule(f"{conversation.id}: {len(ids)} tokens, {sum(mask)} of the assistant")
         console.print(masked_text(ids, mask, loaded))

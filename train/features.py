@@ -28,9 +28,9 @@ from data.features import (
     unpack,
     write_shard,
 )
-from data.files import checksum, hash_of, safe_text, short_hash
+from data.files import checksum, hash_of, safe_text
 from data.rows import describe, lengths, tokenise
-from data.templates import resolve_template
+from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
 from inference.runs import folder_above, progress_bars
@@ -159,8 +159,9 @@ def features(
         )
     numbers = parse_layers(layers, with_last, loaded.shape.num_layers)
     conversations, dropped = load_conversations(files, limit)
-    if dropped.total:
-        print(safe_text(dropped))
+    print(safe_text(f"{len(conversations):,} conversations read, {dropped}"))
+    stored = Manifest.read(folder).template_name if (folder / MANIFEST).is_file() else ""
+    template = with_date(template, loaded.tokenizer, stored)
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
     print(describe(texts))
     rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
@@ -171,7 +172,7 @@ def features(
         base_hash=base_hash(loaded),
         base_dtype=str(loaded.model.dtype).removeprefix("torch."),
         tokenizer=tokenizer_hash(loaded.tokenizer),
-        template=short_hash(resolve_template(template, loaded.tokenizer)),
+        template=template_hash(template, loaded.tokenizer),
         template_name=template,
         max_length=max_length,
         layers=numbers,

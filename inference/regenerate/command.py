@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, load_conversations, user_message
 from data.files import atomic_write, safe_text, short_hash, validated
-from data.templates import PRIVATE_USE, THINKING_SWITCH, render, resolve_template
+from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
 from inference.journal import Existing, Journal
@@ -97,9 +97,9 @@ def regenerate(
     path = new_file(out, overwrite)
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     tokenizer = load_tokenizer(base_model.base)
-    template = resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
+    template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
-    asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": short_hash(template)}
+    asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
     existing: Existing = "replace_if_different" if overwrite else "continue"
     own: Journal | None = None  # holds the base's own prompts until they are answered
     if answers.own_prompts:
@@ -156,9 +156,12 @@ def load_answerer(
     if (server.endpoint is None) != (server.model is None):
         raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
     if server.endpoint is not None and server.model is not None:
-        name, _, option = answers.template.partition(":")
-        switch = THINKING_SWITCH.search(resolve_template(name, tokenizer)) if option else None
-        arguments = {switch[1]: option == "thinking=on"} if switch else {}  # what the server's own template is told
+        name, *options = answers.template.split(":")
+        switch, option = (
+            thinking_switch(resolve_template(name, tokenizer)),
+            next((o for o in options if o in THINKING), ""),
+        )
+        arguments = {switch: option == "thinking=on"} if switch and option else {}  # what the server's template is told
         max_length = max_length or tokenizer.model_max_length
         return ServerAnswerer(server.endpoint, server.model, max_length, arguments, server.concurrency)
     base = replace(base_model, bitwise=False).load()  # no drafts, so no bits to keep

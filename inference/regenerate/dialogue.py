@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import REASONING, Conversation, Dropped, Message
-from data.files import short_hash
-from data.templates import decode_answer, encode, encode_prompt, resolve_template
+from data.templates import decode_answer, encode, encode_prompt, end_tokens, resolve_template, template_hash
 from data.tokenizer import tokenizer_hash
 from inference.verifier.session import common_prefix
 
@@ -105,7 +104,9 @@ class Dialogue:
         end = len(mask) - mask[::-1].index(1)
         start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
         answer = row[start:end]
-        num_without_eos = len(answer) - (answer[-1] == self.tokenizer.eos_token_id)
+        num_without_eos = len(answer) - (
+            answer[-1] in end_tokens(self.tokenizer, resolve_template(self.template, self.tokenizer))
+        )
         # Some servers count the EOS token, others do not.
         counts.num_round_trip += num_written in (num_without_eos, num_without_eos + 1)
         if is_cut:
@@ -140,7 +141,7 @@ class Dialogue:
             "messages": self.messages,
             "cut": self.is_cut,
             "tokenizer": tokenizer_hash(self.tokenizer),
-            "template": short_hash(resolve_template(self.template, self.tokenizer)),
+            "template": template_hash(self.template, self.tokenizer),
             "input_ids": self.ids.tolist(),
             "loss_mask": self.mask.tolist(),
         }

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import cause_of, check_files
-from data.gguf import end_tokens, is_gguf
+from data.gguf import is_gguf
+from data.templates import end_tokens
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
@@ -230,7 +231,7 @@ def load_base(
             "they do not belong together"
         )
     if is_gguf(name):
-        model.generation_config.eos_token_id = end_tokens(tokenizer)
+        model.generation_config.eos_token_id = list(end_tokens(tokenizer))
     eos = model.generation_config.eos_token_id
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")

@@ -9,7 +9,7 @@ from pyarrow import parquet
 from data.conversations import Conversation, Dropped, load_conversations, parse
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
-HI = (("user", "Hi"), ("assistant", "Hello!"))
+HI = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"})
 FORMS = [
     {"conversations": [HUMAN, GPT]},
     {"conversations": [{"from": "user", "value": "Hi"}, {"from": "chatgpt", "value": "Hello!"}]},
@@ -38,9 +38,9 @@ def test_every_form_of_a_record_is_read_with_and_without_null_columns(tmp_path, 
 
 def test_id_and_system_message_are_kept_and_an_input_follows_its_instruction():
     record = {"id": "x_0", "messages": [{"role": "system", "content": "s"}, GPT, HUMAN, GPT]}
-    assert parse(record, 5) == Conversation("x_0", (("system", "s"), *HI))
+    assert parse(record, 5) == Conversation("x_0", ({"role": "system", "content": "s"}, *HI))
     asked = parse({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, 0)
-    assert asked.messages == (("user", "Sort.\n\n3 1"), ("assistant", "1 3"))
+    assert [message["content"] for message in asked.messages] == ["Sort.\n\n3 1", "1 3"]
 
 
 def test_files_of_different_kinds_are_read_as_one_set_up_to_the_limit(tmp_path):
@@ -61,6 +61,15 @@ BROKEN = [
     (turns(), "no turns"),
     ({"conversations": "Hi"}, "no turns"),
     (turns("a"), "a turn is not a JSON object"),
+    ({"history": ["a"]}, "history is not a list of exchanges"),
+    ({"question": "a", "answers": ["b"]}, "tool_calls is not a list"),
+    ({"question": "a", "answers": "b"}, "`answers` is not JSON"),
+    ({"conversations": "[{"}, "`conversations` or `messages` is not JSON"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, GPT]}, "parts that are not texts"),
+    (turns(HUMAN, {"from": "gpt", "value": "Smile \ud83d"}), r"half of a character (\ud83d, of a surrogate pair)"),
+    (turns(HUMAN, GPT) | {"id": "\ude00"}, r"half of a character (\ude00"),
+    (turns(HUMAN, GPT) | {"tools": "[{"}, "tools is not JSON"),
+    (turns({"from": "tool", "value": "5"}, HUMAN, GPT), "a call of a tool and its result"),
     (turns({"speaker": "human", "said": "Hi"}, GPT), "unknown speaker None"),
     (turns({"from": "narrator", "value": "Hi"}, GPT), "unknown speaker 'narrator'"),
     (turns({"from": "human", "value": 5}, GPT), "a turn has no text"),
@@ -117,7 +126,6 @@ def test_tool_calls_and_reasoning_are_kept_as_templates_read_them():
     asked = {"messages": [ASKED, calls(call, thinking="Add."), RESULT, ANSWER], "tools": json.dumps([TOOL])}
     parsed = parse(asked, 0)
     assert parsed == parse(asked | {"tools": [TOOL]}, 0) and parsed.tools == (TOOL,)
-    call = {"id": "call1", "function": {"name": "add", "arguments": {"a": 2}}}
     expected = {
         "role": "assistant",
         "content": "",
@@ -125,7 +133,7 @@ def test_tool_calls_and_reasoning_are_kept_as_templates_read_them():
         "thinking": "Add.",
         "tool_calls": [call],
     }
-    assert parsed.as_dicts() == [ASKED, expected, RESULT, ANSWER]
+    assert parsed.messages == (ASKED, expected, RESULT, ANSWER)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,7 @@ def test_tool_calls_and_reasoning_are_kept_as_templates_read_them():
     [
         ([ASKED, RESULT, ANSWER], "a call of a tool and its result"),
         ([ASKED, calls(TOOL), ANSWER], "a call of a tool and its result"),
-        ([ASKED, calls({"name": "add"})], "tool_calls is not a list"),
+        ([ASKED, calls({"title": "add"})], "tool_calls is not a list"),
         ([ASKED, calls({"function": {"name": "f", "arguments": "{"}})], "arguments as JSON"),
         ([ASKED, ANSWER | {"reasoning_content": ["a"]}], "the reasoning of a turn is not a text"),
     ],
@@ -150,5 +158,5 @@ def test_prompts_to_be_answered_anew_hold_neither_answers_nor_tools_nor_their_re
     records = (FORMS[0] | {"tools": []}, turns(HUMAN), FORMS[0] | {"tools": [TOOL]}, said, said | {"tools": [TOOL]})
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     kept, dropped = load_conversations([str(tmp_path / "chats.jsonl")], requires_answers=False)
-    assert [each.messages[0] for each in kept] == [HI[0]] * 2 and not any(each.details or each.tools for each in kept)
+    assert [each.messages[0] for each in kept] == [HI[0]] * 2
     assert dropped.counts == {"it holds tools or their results, which new answers cannot ask for": 3}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.batches import BucketSampler
-from data.conversations import Conversation
+from data.conversations import parse
 from data.module import ShareGPTData, describe_epoch, hold_out
 from data.rows import describe
 from tests.train.conftest import QUIET
@@ -125,12 +125,12 @@ def test_validation_files_replace_the_held_out_conversations(make):
 
 def test_all_answers_to_a_prompt_are_in_the_same_set_and_the_order_stays():
     def answers(prompts, num_answers):
-        turns = [(("user", f"question {n}"), ("assistant", str(a))) for n in range(prompts) for a in range(num_answers)]
-        return [Conversation(str(n), messages) for n, messages in enumerate(turns)]
+        turns = [[f"question {n}", str(a)] for n in range(prompts) for a in range(num_answers)]
+        return [parse({"history": [turn]}, n) for n, turn in enumerate(turns)]
 
     for seed in range(5):
         train, val = hold_out(answers(8, 4), 10, seed)
-        asked = [{conversation.messages[0][1] for conversation in part} for part in (train, val)]
+        asked = [{conversation.messages[0]["content"] for conversation in part} for part in (train, val)]
         assert not asked[0] & asked[1] and (len(train), len(val)) == (20, 12)
         assert [int(c.id) for c in train] == sorted(int(c.id) for c in train)
         held_out = sorted(random.Random(seed).sample(range(20), 20)[15:])

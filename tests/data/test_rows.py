@@ -49,8 +49,11 @@ def test_a_second_call_reads_the_cache_and_a_changed_one_does_not(tokenizer, tmp
     assert num_calls(template="llama2_chat") == 4
     assert num_calls(max_length=301) == 4
     assert num_calls(message=conversations[:3]) == 3
+    question, answer, *_ = conversations[0].messages
     for reasoning in ("Hm.", "Ah."):
-        assert num_calls(message=[replace(conversations[0], details={1: {"thinking": reasoning}})]) == 1
+        assert (
+            num_calls(message=[replace(conversations[0], messages=(question, answer | {"thinking": reasoning}))]) == 1
+        )
     monkeypatch.setitem(TEMPLATES, "vicuna_v1.1", TEMPLATES["vicuna_v1.1"].replace("curious", "careful"))
     assert num_calls() == 4
     monkeypatch.setattr(module, "FORMAT_VERSION", -1)
@@ -67,7 +70,10 @@ def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_
     assert len(rows) == sum(place < longest for place in first_seen) < 30
     with pytest.raises(ValueError, match=r"the loss mask is zero everywhere: .*raise max_length"):
         tokenise(conversations, tokenizer, "vicuna_v1.1", 10, str(tmp_path))
-    calling = replace(conversations[0], id="tools", details={1: {"tool_calls": [{}]}})
+    question, answer, *_ = conversations[0].messages
+    calling = replace(
+        conversations[0], id="tools", messages=(question, answer | {"tool_calls": [{"function": {"name": "f"}}]})
+    )
     kept = tokenise([*conversations[:1], calling], tokenizer, "vicuna_v1.1", 300, str(tmp_path))
     assert kept["id"] == ["embedded-0-0"]
     assert "dropped 1 records (1 x the chat template has no place for tool calls)" in caplog.text
@@ -84,4 +90,6 @@ def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, t
     for row in tokenise(conversations, llama_tokenizer, "vicuna_v1.1", None, str(tmp_path)):
         pairs = list(zip(row["input_ids"], row["loss_mask"], strict=True))
         ends += sum(seen for token, seen in pairs if token == llama_tokenizer.eos_token_id)
-    assert ends == sum(role == "assistant" for conversation in conversations for role, _ in conversation.messages)
+    assert ends == sum(
+        message["role"] == "assistant" for conversation in conversations for message in conversation.messages
+    )

@@ -1,13 +1,15 @@
 """Prompts, loss masks and the marks of reasoning, with templates as those of real models."""
 
+import json
 from array import array
 from copy import deepcopy
 from dataclasses import replace
+from datetime import date
 from itertools import groupby
 
 import pytest
 
-from data.conversations import Conversation, RecordedTokens, parse
+from data.conversations import Conversation, RecordedTokens, parse, user_message
 from data.files import short_hash
 from data.templates import (
     TEMPLATES,
@@ -15,9 +17,14 @@ from data.templates import (
     decode_answer,
     encode,
     encode_prompt,
+    end_tokens,
     find_marks,
     masked_text,
     resolve_template,
+    show_mask,
+    template_hash,
+    thinking_switch,
+    with_date,
 )
 from data.tokenizer import tokenizer_hash
 
@@ -25,9 +32,16 @@ VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
+
+
+def talk(*pairs):
+    """Messages with these roles and texts."""
+    return tuple({"role": role, "content": text} for role, text in pairs)
+
+
 CHAT = Conversation(
     "chat",
-    (
+    talk(
         ("user", "How many legs has a spider?"),
         ("assistant", "Eight.\n\nInsects have 6."),
         ("user", "And  two spiders?"),
@@ -59,14 +73,14 @@ def learned(conversation, tokenizer, template):
 def fastchat_add_colon_two(messages, system=VICUNA_SYSTEM, seps=(" ", "</s>")):
     """Render messages by the rule of FastChat's SeparatorStyle.ADD_COLON_TWO."""
     text = "<s>" + system + seps[0]
-    for n, (role, message) in enumerate(messages):
+    for n, (role, message) in enumerate((each["role"], each["content"]) for each in messages):
         text += f"{role.upper()}: {message}{seps[n % 2]}" if message is not None else f"{role.upper()}:"
     return text
 
 
 def llama2_official(messages, system=None):
     """Render messages by Meta's rule: the system text is in the first user turn, every pair has its own BOS and EOS."""
-    texts = [message for _, message in messages]
+    texts = [message["content"] for message in messages]
     if system:
         texts[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{texts[0]}"
     pairs = [texts[n : n + 2] for n in range(0, len(texts), 2)]
@@ -78,20 +92,19 @@ def llama2_official(messages, system=None):
 )
 def test_the_templates_render_the_official_prompts(tokenizer, template, official):
     def rendered(messages, **options):
-        dicts = [{"role": role, "content": text} for role, text in messages]
-        return tokenizer.apply_chat_template(dicts, chat_template=TEMPLATES[template], tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, chat_template=TEMPLATES[template], tokenize=False, **options)
 
     assert rendered(CHAT.messages) == official(CHAT.messages)
-    with_system = (("system", "Be brief."), *CHAT.messages)
+    with_system = (*talk(("system", "Be brief.")), *CHAT.messages)
     assert rendered(with_system) == official(CHAT.messages, system="Be brief.")
     asked = CHAT.messages[:3]
-    prompt = (*asked, ("assistant", None)) if template == "vicuna_v1.1" else asked
+    prompt = (*asked, *talk(("assistant", None))) if template == "vicuna_v1.1" else asked
     assert rendered(asked, add_generation_prompt=True) == official(prompt)
 
 
 @pytest.mark.parametrize(("template", "before_eos"), [("vicuna_v1.1", ""), ("llama2_chat", " ")])
 def test_the_mask_covers_the_answers_and_their_eos_and_nothing_else(tokenizer, template, before_eos, monkeypatch):
-    answers = [f" {text}{before_eos}</s>" for role, text in CHAT.messages if role == "assistant"]
+    answers = [f" {text}{before_eos}</s>" for text in (each["content"] for each in CHAT.messages[1::2])]
     assert learned(CHAT, tokenizer, template)[0] == answers
     monkeypatch.setitem(TEMPLATES, "unmarked", unmarked(TEMPLATES[template]))
     ids, mask = encode(CHAT, tokenizer, template)
@@ -104,7 +117,7 @@ def test_what_a_template_adds_after_eos_is_outside_the_mask(tokenizer, monkeypat
     monkeypatch.setitem(TEMPLATES, "chatml", first + CHATML)
     assert learned(CHAT, tokenizer, "chatml")[0] == ["Eight.\n\nInsects have 6.</s>", " 16 in total</s>"]
     for answer in ("\nEight", "  Eight", "\n\n\nEight"):  # which may share a token with the prompt
-        ((found,), _) = learned(Conversation("", (("user", "Hi"), ("assistant", answer))), tokenizer, "chatml")
+        ((found,), _) = learned(Conversation("", talk(("user", "Hi"), ("assistant", answer))), tokenizer, "chatml")
         assert found.strip("\n ") == "Eight</s>"
 
 
@@ -163,7 +176,7 @@ def test_the_thinking_switch_is_the_templates_own(tokenizer, monkeypatch, text):
         expected = tokenizer.apply_chat_template(
             [{"role": "user", "content": "Why?"}], add_generation_prompt=True, return_dict=False, **switch
         )
-        prompts[option] = encode_prompt([("user", "Why?")], tokenizer, f"tokenizer{option}")
+        prompts[option] = encode_prompt(talk(("user", "Why?")), tokenizer, f"tokenizer{option}")
         assert prompts[option] == expected
     assert prompts[""] == prompts[":thinking=on"] != prompts[":thinking=off"]
 
@@ -306,14 +319,14 @@ def test_a_tool_call_that_the_user_quotes_is_not_taken_for_the_answer(tokenizer,
 
 def test_without_thinking_the_last_answer_begins_after_the_empty_reasoning(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", THINKING)
-    said = Conversation("", (("user", "a"), ("assistant", "<i>b</i>"), ("user", "c"), ("assistant", "d")))
+    said = Conversation("", talk(("user", "a"), ("assistant", "<i>b</i>"), ("user", "c"), ("assistant", "d")))
     found, others = learned(said, tokenizer, "tokenizer:thinking=off")
     assert [text.strip() for text in found] == ["<i>b</i></s>", "d</s>"] and others[-2].endswith("<think></think>")
 
 
 def test_private_use_characters_in_a_text_hide_no_answer(tokenizer, monkeypatch):
     monkeypatch.setitem(TEMPLATES, "tried", THINKING)
-    said = Conversation("", (("user", "a\ue000"), ("assistant", "b"), ("user", "c\ue001"), ("assistant", "d")))
+    said = Conversation("", talk(("user", "a\ue000"), ("assistant", "b"), ("user", "c\ue001"), ("assistant", "d")))
     found, _ = learned(said, tokenizer, "tried")
     assert found == ["b</s>", "<think></think>d</s>"]
 
@@ -404,3 +417,111 @@ def test_an_answer_is_decoded_with_the_marks_of_its_reasoning(thinking_tokenizer
     expected = "<think> w9 </think> w10" if are_special else "<think> w9 </think> <other> w10"
     assert decode_answer([1, 5, 9, 8, other, 10, 2], tokenizer) == expected
     assert decode_answer([9, 10, 2], tokenizer) == "w9 w10" and decode_answer([], tokenizer) == ""
+
+
+# As DeepSeek-R1's, which joins the arguments of a call as a text; and one that writes an object as Python does.
+JOINED = (
+    "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}{%- for c in m.tool_calls or [] -%}"
+    "{{ '<' + c.function.name + ' ' JOIN c.function.arguments + '>' }}{%- endfor -%}"
+    "{{ '</s>' if m.role == 'assistant' }}{%- endfor -%}{{ '[assistant]' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("join", ["+", "~"])
+@pytest.mark.parametrize("arguments", ['{"a":2,"b":  "ü"}', {"a": 2, "b": "ü"}, "{}", {}])
+def test_a_template_that_takes_arguments_for_a_text_gets_the_records_own(tokenizer, monkeypatch, join, arguments):
+    monkeypatch.setitem(TEMPLATES, "joined", JOINED.replace(" JOIN ", f" {join} ").replace("+ '>'", f"{join} '>'"))
+    call = {"function": {"name": "add", "arguments": arguments}}
+    asks = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, RESULT, SIX]}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    assert learned(parse(asks, 0), tokenizer, "joined")[0] == [f"<add {text}></s>", "<b>6</b></s>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ("{%- if message.thinking -%}{{ message.thinking }}{%- endif -%}", None),
+        ("{%- for m in messages -%}{{ m['enable_thinking'] }}{%- endfor -%}", None),
+        ("{%- set thinking = true -%}{{ thinking }}", None),
+        ("{{ 'thinking' }}{# enable_thinking #}", None),
+        ("{%- macro show(thinking) -%}{{ thinking }}{%- endmacro -%}{{ show(1) }}", None),
+        ("{%- if not thinking is defined -%}{%- set thinking = false -%}{%- endif -%}{{ thinking }}", "thinking"),
+        ("{%- if enable_thinking is defined and enable_thinking -%}x{%- endif -%}", "enable_thinking"),
+        ("{%- generation -%}{{ x if thinking }}{%- endgeneration -%}", "thinking"),
+        (
+            "{%- for m in messages -%}{%- break -%}{%- endfor -%}{{ enable_thinking | default(true) }}",
+            "enable_thinking",
+        ),
+    ],
+)
+def test_a_thinking_switch_is_a_variable_that_the_template_reads_from_outside(text, switch):
+    assert thinking_switch(text) == switch
+
+
+GEMMA = (
+    "{{ bos_token }}{%- for m in messages -%}{{ '<turn>' + m.role + '\n' }}{{ m.content | trim }}{{ '<end>' }}"
+    "{{ '\n' }}{%- endfor -%}{{ '<turn>assistant\n' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize("first", ["", "{{- messages | length -}}"], ids=["extends its prompt", "rewrites it"])
+@pytest.mark.parametrize("space", ["", " "])
+def test_the_loss_ends_with_the_token_that_ends_a_turn_where_that_is_not_eos(tokenizer, monkeypatch, first, space):
+    own = deepcopy(tokenizer)
+    own.add_tokens(["<turn>", "<end>"], special_tokens=True)
+    template = first + GEMMA.replace("'<end>'", f"'{space}<end>'")
+    monkeypatch.setitem(TEMPLATES, "gemma", template)
+    found, _ = learned(CHAT, own, "gemma")
+    assert found == [f"Eight.\n\nInsects have 6.{space}<end>", f"16 in total{space}<end>"]
+    assert end_tokens(own, template) == tuple(sorted([own.eos_token_id, own.convert_tokens_to_ids("<end>")]))
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}])
+@pytest.mark.parametrize("template", ["vicuna_v1.1", "unmarked"])
+def test_a_turn_that_is_marked_not_to_be_learned_is_outside_the_mask(tokenizer, monkeypatch, template, flag):
+    monkeypatch.setitem(TEMPLATES, "unmarked", unmarked(TEMPLATES["vicuna_v1.1"]))
+    turns = [dict(message) for message in CHAT.messages]
+    kept = {"weight": 1, "loss": True, "train": True}
+    whole = learned(parse({"messages": turns}, 0), tokenizer, template)[0]
+    turns[1] |= flag
+    turns[3] |= kept
+    assert learned(parse({"messages": turns}, 0), tokenizer, template)[0] == whole[1:]
+    turns[1], turns[3] = turns[1] | kept, turns[3] | flag
+    assert learned(parse({"messages": turns}, 0), tokenizer, template)[0] == whole[:1]
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now( \"%Y\" ) }}" + CHATML
+
+
+def test_a_date_that_a_template_writes_is_named_and_can_be_fixed(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", DATED)
+    today = date.today()
+    for name, day in (
+        ("tokenizer", today),
+        ("tokenizer:date=2025-03-04", date(2025, 3, 4)),
+        (with_date("tokenizer", tokenizer), today),
+        (with_date("tokenizer", tokenizer, stored="tokenizer:date=2025-03-04"), date(2025, 3, 4)),
+    ):
+        ids, _ = encode(CHAT, tokenizer, name)
+        assert tokenizer.decode(ids).startswith(day.strftime("%d %b %Y|%Y"))
+        assert template_hash(name, tokenizer) == short_hash(DATED)
+    assert with_date("tokenizer:date=2025-03-04", tokenizer) == "tokenizer:date=2025-03-04"
+    assert with_date("tokenizer", tokenizer, stored="vicuna_v1.1") == f"tokenizer:date={today}"
+    assert with_date("vicuna_v1.1", tokenizer) == "vicuna_v1.1"
+    for name, said in (
+        ("tokenizer:date=4 March", "'4 March' is no date"),
+        ("vicuna_v1.1:date=2025-03-04", "unknown option"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            resolve_template(name, tokenizer)
+
+
+def test_show_mask_names_a_refused_conversation_and_goes_on(tmp_path, capsys):
+    said = {"messages": [user_message("Hi"), {"role": "assistant", "content": "Hello."}], "passage": "Once."}
+    rows = [said | {"id": "a"}, WITH_TOOLS | {"id": "b"}, said | {"id": "c"}, "text"]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    show_mask("checkpoints/tiny-chat", [str(tmp_path / "x.jsonl")], "vicuna_v1.1", limit=4)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 conversations read, dropped 1 records (1 x not a JSON object)" in printed and "passage (2)" in printed
+    places = [printed.index(part) for part in (" a: ", "b is left out: the chat template has no place", " c: ")]
+    assert places == sorted(places)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from data import benchmarks
+from data.conversations import user_message
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
 from inference.prompts import encode_messages
@@ -105,7 +106,7 @@ def tiny_chat():
 @pytest.fixture(scope="session")
 def prompts(tiny_chat):
     questions = benchmarks.load_questions("embedded")[:NUM_PROMPTS]
-    return [encode_messages(tiny_chat, [("user", question.turns[0])], "tokenizer") for question in questions]
+    return [encode_messages(tiny_chat, [user_message(question.turns[0])], "tokenizer") for question in questions]
 
 
 @pytest.fixture(scope="session")

@@ -137,11 +137,11 @@ def test_ctrl_c_ends_the_answer_and_the_chat_continues_after_it(make_base):
     base = make_base(context=512)
     whole = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=60)
     whole.handle_line("w3 w6")
-    words = whole.messages[-1][1].split()
+    words = whole.messages[-1]["content"].split()
     word = next(word for index, word in enumerate(words) if index > 5 and word not in words[:index])
     stopped = Chat(base, Console(file=(screen := Impatient(word)), width=200), "anpd", max_new_tokens=60)
     stopped.handle_line("w3 w6")
-    kept = stopped.messages[-1][1].split()
+    kept = stopped.messages[-1]["content"].split()
     assert 5 < len(kept) < len(words) and kept == words[: len(kept)]
     assert screen.getvalue().splitlines()[-1].endswith("; stopped")
     stopped.handle_line("w8")

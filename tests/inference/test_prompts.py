@@ -7,6 +7,7 @@ import torch
 
 import drafters
 from data.benchmarks import Question
+from data.conversations import user_message
 from inference.evaluate.command import evaluate
 from inference.evaluate.results import read
 from inference.prompts import QuestionOptions, encode_question
@@ -65,7 +66,7 @@ def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
         assert session.run(prompt, 20).tokens
     for each in (EVERY[at - 1] for at in asked.left_out):
         with pytest.raises(ValueError, match="the context of toy-llama ends at 64"):
-            session.run(encode_question(base, each, [("user", each.turns[0])], "tokenizer"), 20)
+            session.run(encode_question(base, each, [user_message(each.turns[0])], "tokenizer"), 20)
     assert asked.notes() == [NOTE] and options.select(base, {"mt_bench": EVERY[:1]})["mt_bench"].notes() == []
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from data import embedded
+from data.conversations import user_message
 from drafters import CTC, recipe
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
@@ -51,7 +52,9 @@ def fit(tiny, rows, folder, around, **place):
 
 @pytest.mark.slow
 def test_a_training_with_validation_equals_that_of_the_host(tiny, tiny_base, tmp_path):
-    texts = [encode_messages(tiny_base, [("user", row["turns"][0])], "tokenizer")[:24] for row in embedded.questions(3)]
+    texts = [
+        encode_messages(tiny_base, [user_message(row["turns"][0])], "tokenizer")[:24] for row in embedded.questions(3)
+    ]
     rows = torch.tensor([(text * 24)[:24] for text in texts])
     expected, expected_weights = fit(tiny, rows, tmp_path, nullcontext(), accelerator="cpu", devices=1)
     accelerator = pretend.Accelerator()

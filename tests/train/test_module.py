@@ -9,6 +9,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from data import embedded
+from data.conversations import user_message
 from drafters import CTC, Block, Hydra, Medusa
 from drafters.recipe import build
 from inference.prompts import encode_messages
@@ -35,7 +36,7 @@ def trainer(folder, **settings):
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
     """A batch of the base's own greedy answers, which a drafter can learn to predict."""
-    questions = ([("user", row["turns"][0])] for row in embedded.questions(6))
+    questions = ([user_message(row["turns"][0])] for row in embedded.questions(6))
     rows = torch.tensor([[*encode_messages(tiny_base, each, "tokenizer")[-24:], 7] for each in questions])
     mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, -1] = True

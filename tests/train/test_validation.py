@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from data import embedded
+from data.conversations import user_message
 from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, recipe
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
@@ -57,7 +58,7 @@ def ends_at(base, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts(base):
-    return [encode_messages(base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
+    return [encode_messages(base, [user_message(row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
 
 
 @pytest.fixture(scope="module")

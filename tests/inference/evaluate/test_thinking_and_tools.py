@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from data.benchmarks import Question, load_questions
+from data.conversations import user_message
 from data.templates import ReasoningMarks
 from drafters import NoDrafter
 from inference.evaluate import plots
@@ -47,7 +48,7 @@ def test_system_prompts_and_tools_are_rendered_by_the_template_in_every_turn(fol
         options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
         assert prompt == thinking_tokenizer.apply_chat_template(messages, **options)
     assert len(set(map(tuple, prompts))) == 4 and prompts[3] == thinking_tokenizer("w9 w10 w31").input_ids
-    chat = [("user", "w9 w10"), ("assistant", "w14"), ("user", "w11")]
+    chat = [user_message("w9 w10"), {"role": "assistant", "content": "w14"}, user_message("w11")]
     later = encode_question(base, questions[0], chat, "tokenizer")
     assert later == thinking_tokenizer("w20 w21 w30 w12 w13 w9 w10 w14 w11 w31").input_ids
 

@@ -3,6 +3,7 @@
 import pytest
 from openai.types.chat import ChatCompletion
 
+from data.conversations import user_message
 from inference.regenerate import answerers
 from inference.regenerate.answerers import Request, ServerAnswerer, ServerReply
 
@@ -14,7 +15,7 @@ def chat(chat_server, monkeypatch):
 
 
 def ask(url, text, max_new_tokens=3, before=()):
-    return ServerAnswerer(url, "m").ask(Request([*before, ("user", text)], [], max_new_tokens))
+    return ServerAnswerer(url, "m").ask(Request([*before, user_message(text)], [], max_new_tokens))
 
 
 @pytest.mark.slow
@@ -34,14 +35,14 @@ def test_an_answer_reports_its_token_counts_and_whether_it_was_cut(chat, chat_se
 
 def test_a_server_that_does_not_know_token_ids_is_asked_for_them_only_once(chat_server):
     answerer = ServerAnswerer(chat_server.url, "m")
-    assert [answerer.ask(Request([("user", "strict")], [], 3)).text for _ in range(2)] == ["strict", "strict"]
+    assert [answerer.ask(Request([user_message("strict")], [], 3)).text for _ in range(2)] == ["strict", "strict"]
     assert ["return_token_ids" in body for *_, body in chat_server.seen] == [True, False, False]
 
 
 def test_the_key_is_sent_but_not_stored_and_an_invalid_one_not_quoted(chat_server, monkeypatch):
     answerer = ServerAnswerer(chat_server.url, "m")
     monkeypatch.setenv("OPENAI_API_KEY", "secret-1")
-    answerer.ask(Request([("user", "hi")], [], 3))
+    answerer.ask(Request([user_message("hi")], [], 3))
     headers = {name.lower(): value for name, value in chat_server.seen.pop()[1].items()}
     assert headers["authorization"] == "Bearer secret-1"
     assert "secret-1" not in str(vars(answerer)) + str(vars(answerer._client))

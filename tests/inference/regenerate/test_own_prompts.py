@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from data.conversations import user_message
 from drafters import NoDrafter
 from inference.journal import Journal
 from inference.regenerate import command
@@ -50,7 +51,7 @@ def test_messages_are_what_the_base_draws_in_a_users_place_up_to_the_end_of_the_
     assert 1 < len(expected) < COUNT
     with Journal(tmp_path / "a", {}) as journal:
         found = written(chatting, journal)
-    assert [each.messages for each in found] == [(("user", text),) for text in expected.values()]
+    assert [each.messages for each in found] == [(user_message(text),) for text in expected.values()]
     lines = (tmp_path / "a").read_text().splitlines(keepends=True)
     (tmp_path / "a").write_text("".join(lines[:5]))
     with Journal(tmp_path / "a", {}) as journal:
@@ -63,7 +64,7 @@ def test_a_server_continues_the_text_before_a_users_message(chatting, chat_serve
     with Journal(tmp_path / "a", {}) as journal:
         options = AnswerOptions(own_prompts=COUNT, batch_size=8)
         found = own_prompts(answerer, chatting.tokenizer, options, SEED, journal)
-    assert sorted(each.messages[0][1] for each in found) == ["number 0", "number 1", "number 2"]
+    assert sorted(each.messages[0]["content"] for each in found) == ["number 0", "number 1", "number 2"]
     path, _, body = chat_server.seen[0]
     assert path == "/v1/completions" and len(chat_server.seen) == COUNT
     assert (body["prompt"], body["stop"]) == (chatting.tokenizer("w3", add_special_tokens=False).input_ids, ["w9"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from data.conversations import Conversation
+from data.conversations import parse
 from inference.journal import Journal
 from inference.regenerate.answerers import LocalAnswerer, ServerAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all
@@ -30,10 +30,7 @@ def chatting(make_base):
 
 @pytest.mark.slow
 def test_our_server_writes_what_the_base_in_this_process_writes(chatting, serve_base, tmp_path):
-    said = [
-        Conversation(str(n), tuple(message for text in texts for message in (("user", text), ("assistant", "-"))))
-        for n, texts in enumerate(ASKED)
-    ]
+    said = [parse({"history": [[text, "-"] for text in texts]}, n) for n, texts in enumerate(ASKED)]
 
     def written(answerer, name, sampling, num_answers):
         options = AnswerOptions(max_new_tokens=9, num_answers=num_answers, batch_size=4)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data.conversations import load_conversations
+from data.conversations import load_conversations, user_message
 from data.module import ShareGPTData
 from data.templates import encode, encode_prompt
 from inference.journal import Journal
@@ -70,17 +70,17 @@ def test_every_answer_is_plain_greedy_decoding_after_the_new_answers_before_it(e
     assert max(len(dialogue.is_cut) for dialogue in dialogues) > 1
     ends = []
     for dialogue, conversation in zip(dialogues, conversations, strict=True):
-        messages = [message for message in conversation.messages if message[0] == "system"]
-        for _, asked_text in (message for message in conversation.messages if message[0] == "user"):
-            messages.append(("user", asked_text))
+        messages = [message for message in conversation.messages if message["role"] == "system"]
+        for question in (message for message in conversation.messages if message["role"] == "user"):
+            messages.append(question)
             prompt = torch.tensor([encode_prompt(messages, exact.tokenizer, "tokenizer")])
             ids = exact.greedy(prompt, torch.ones_like(prompt), MAX_NEW_TOKENS)[0].tolist()
             ended = ids[-1] in exact.eos
             text = exact.tokenizer.decode(ids[: len(ids) - ended], skip_special_tokens=True)
             if not text.strip():
                 break
-            messages.append(("assistant", dialogue.messages[len(messages)][1]))
-            assert messages[-1][1].strip() == text.strip()
+            messages.append(dialogue.messages[len(messages)])
+            assert messages[-1]["content"].strip() == text.strip()
             ends.append(ended)
         assert dialogue.messages == messages[: len(dialogue.messages)]
         assert dialogue.ids.tolist()[-len(ids) :] == ids or not text.strip()
@@ -104,7 +104,7 @@ def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exa
 @pytest.mark.slow
 def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, asked, tmp_path):
     lengths = sorted(
-        len(encode_prompt(c.messages[: 1 + (c.messages[0][0] == "system")], exact.tokenizer, "tokenizer"))
+        len(encode_prompt(c.messages[: 1 + (c.messages[0]["role"] == "system")], exact.tokenizer, "tokenizer"))
         for c in load_conversations([asked], requires_answers=False)[0]
     )
     room = lengths[7] + 2
@@ -351,7 +351,9 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
         "{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
     )
     (conversation,) = load_conversations(["embedded:60:1"])[0][:1]
-    conversation = replace(conversation, messages=(("user", "a"), ("assistant", "-"), ("user", "b")))
+    conversation = replace(
+        conversation, messages=(user_message("a"), {"role": "assistant", "content": "-"}, user_message("b"))
+    )
     dialogue, counts, eos = (
         Dialogue(conversation, vocabulary, "tokenizer", None),
         AnswerCounts(),
@@ -363,7 +365,7 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
     second = [*vocabulary("a dog").input_ids, eos]
     dialogue.add_tokens(dialogue.prompt(), second, frozenset([eos]), counts)
     assert sum(dialogue.mask) == len(second) and counts.num_lost == len(first)
-    assert [text for _, text in dialogue.messages] == ["a", "the cat", "b", "a dog"]
+    assert [message["content"] for message in dialogue.messages] == ["a", "the cat", "b", "a dog"]
 
 
 # ---- sampled answers

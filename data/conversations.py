@@ -207,15 +207,17 @@ def read_texts(files: Sequence[str]) -> Iterator[str]:
     paragraphs, separated by blank lines. Records without text are counted in a warning. Raises ValueError if a file
     cannot be read.
     """
-    dropped = Dropped()
+    dropped, num_read = Dropped(), 0
     for file, path in zip(files, text_paths(files), strict=True):
-        for place, row in [] if is_text(path) else read_rows(file):
+        plain = ((file, {"text": text}) for text in paragraphs(file, path))
+        for place, row in plain if is_text(path) else read_rows(file):
             try:
                 yield from (text for text in _documents(row) if text.strip())
+                num_read += 1
             except ValueError as error:
                 dropped.add(str(error), f"{path.name} {place}")
-        if is_text(path):
-            yield from (text for text in paragraphs(file, path) if text.strip())
+    if dropped.total and not num_read:
+        raise ValueError(f"there is no text in {', '.join(files)}: {dropped}")
     if dropped.total:
         logging.getLogger(__name__).warning("%s", dropped)
 

@@ -81,6 +81,12 @@ class Manifest:
         return manifest
 
 
+def stored_template(folder: str | Path) -> str:
+    """Return the name of the template by which the store in a folder was rendered; empty if there is no store."""
+    folder = Path(folder).expanduser()
+    return Manifest.read(folder).template_name if (folder / MANIFEST).is_file() else ""
+
+
 def differing_settings(left: Manifest, right: Manifest) -> list[str]:
     """Return the names of the settings in which two stores differ; names, files and shards are not settings."""
     ignored = {"base", "files", "shards", "is_complete", "template_name"}

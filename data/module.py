@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from data.batches import BucketSampler, collate
 from data.conversations import Conversation, load_conversations
-from data.features import FeatureStore, Manifest, StoredRows
+from data.features import FeatureStore, StoredRows, stored_template
 from data.rows import describe, lengths, tokenise
 from data.templates import template_hash, with_date
 from data.tokenizer import load_tokenizer, tokenizer_hash
@@ -125,8 +124,7 @@ class ShareGPTData(L.LightningDataModule):
         self.pad_id = next(token for token in pad_ids if token is not None)
         self.template = options["template"]
         if options["features"]:  # a template may write the date of the day on which the store was written
-            stored = Manifest.read(Path(options["features"]).expanduser()).template_name
-            self.template = with_date(self.template, self.tokenizer_object, stored)
+            self.template = with_date(self.template, self.tokenizer_object, stored_template(options["features"]))
         train = self._read("training", options["files"])
         if options["val_files"]:
             val = self._read("validation", options["val_files"])

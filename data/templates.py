@@ -103,7 +103,9 @@ def with_date(name: str, tokenizer: PreTrainedTokenizerBase, stored: str = "") -
     """Return the name of a template with the date that it writes, if it writes any: that of ``stored``, or today's."""
     if stored.partition(":date=")[0] == name:
         return stored
-    return f"{name}:date={date.today()}" if TODAY.search(resolve_template(name, tokenizer)) else name
+    if not name.startswith("tokenizer") or ":date=" in name or not tokenizer.chat_template:
+        return name
+    return f"{name}:date={date.today()}" if TODAY.search(tokenizer.get_chat_template()) else name
 
 
 def template_hash(name: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -25,6 +25,7 @@ from data.features import (
     bytes_per_token,
     differing_settings,
     row_keys,
+    stored_template,
     unpack,
     write_shard,
 )
@@ -160,8 +161,7 @@ def features(
     numbers = parse_layers(layers, with_last, loaded.shape.num_layers)
     conversations, dropped = load_conversations(files, limit)
     print(safe_text(f"{len(conversations):,} conversations read, {dropped}"))
-    stored = Manifest.read(folder).template_name if (folder / MANIFEST).is_file() else ""
-    template = with_date(template, loaded.tokenizer, stored)
+    template = with_date(template, loaded.tokenizer, stored_template(folder))
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
     print(describe(texts))
     rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]

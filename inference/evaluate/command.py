@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from data.benchmarks import Question, find_benchmark, needs_package, score
 from data.files import SafeConsole
-from data.templates import ReasoningMarks
+from data.templates import ReasoningMarks, with_date
 from inference import sandbox, timing
 from inference.evaluate import tables, worker
 from inference.evaluate.breakdowns import reasoning
@@ -54,6 +54,7 @@ def evaluate(
     if runs_code:
         sandbox.require()
     base = load_base_info(model.base)
+    selection = replace(selection, template=with_date(selection.template, base.tokenizer))
     prompts = selection.select(base, questions)
     if options.server:
         results, num_new = _ask(model, selection, prompts, base, options, out, overwrite)

@@ -96,6 +96,8 @@ def regenerate(
         raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
     path = new_file(out, overwrite)
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
+    if files:
+        print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)
     tokenizer = load_tokenizer(base_model.base)
     template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
@@ -138,9 +140,8 @@ def regenerate(
         journal.delete()
     if own:
         own.delete()
-    for left_out in (dropped, counts.dropped):
-        if left_out.total:
-            print(safe_text(left_out))
+    if counts.dropped.total:
+        print(safe_text(counts.dropped))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
 
 

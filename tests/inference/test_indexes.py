@@ -129,7 +129,9 @@ def test_texts_that_cannot_be_indexed_are_refused_in_one_line(kind, tokenizer, t
     assert "no text file at nowhere.txt" in refusal(capsys, kind, out, tokenizer, "nowhere.txt")
     assert "there is no text" in refusal(capsys, kind, out, tokenizer, write(tmp_path / "empty.txt", "", " "))
     assert "no base at" in refusal(capsys, kind, out, str(tmp_path / "none"), good)
-    assert "line 1: no text" in refusal(capsys, kind, out, tokenizer, write(tmp_path / "b.jsonl", {"txt": "w3"}))
+    assert "b.jsonl line 1: no turns" in refusal(
+        capsys, kind, out, tokenizer, write(tmp_path / "b.jsonl", {"txt": "w3"})
+    )
     assert "already there" in refusal(capsys, kind, tmp_path, tokenizer, good, more=["--overwrite"])
     for option, message in {"--top 0": "must be at least 1", "--depth 1": "depth must be at least 2"}.items():
         assert message in refusal(capsys, kind, out, tokenizer, good, more=option.split())

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from datetime import date, timedelta
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ from data.features import (
     write_shard,
 )
 from data.module import ShareGPTData
+from data.templates import TEMPLATES
+from data.tokenizer import load_tokenizer
 from drafters import CTC, EAGLE, EAGLE3, recipe
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
@@ -318,3 +321,27 @@ def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe,
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
     missing = call(run_lightning, *words, "--ckpt_path", "last", "--data.features", tmp_path / "none")
     assert "manifest.json: no such file or directory" in missing.one_line_error("lightning")
+
+
+@pytest.mark.slow
+def test_a_store_of_another_day_is_continued_and_trained_on_with_the_date_that_it_holds(
+    call, tiny, tmp_path, monkeypatch
+):
+    """As Llama 3.2, gpt-oss, SmolLM3 and Granite, whose templates write today's date into the prompt."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    tokenizer = load_tokenizer(str(base))
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TEMPLATES["vicuna_v1.1"]
+    tokenizer.save_pretrained(base)
+    written = command(base, tmp_path / "store", cache_dir=tmp_path / "first")
+    call(run_drafters, *written).succeeded()
+    tomorrow = date.today() + timedelta(days=1)
+    monkeypatch.setattr(
+        "data.templates.date", SimpleNamespace(today=lambda: tomorrow, fromisoformat=date.fromisoformat)
+    )
+    assert "4 of 4 shards are there already" in call(run_drafters, *written).succeeded().out
+    data = read_data(base, tmp_path / "store", cache_dir=str(tmp_path / "second"))
+    first = tokenizer.decode(data.train_set[0]["input_ids"][:12])
+    assert first.startswith(date.today().strftime("%d %b %Y")) and len(data.train_dataloader().dataset) == 20
+    said = refusal(lambda: read_data(base, tmp_path / "store", template=f"tokenizer:date={tomorrow}"))
+    assert "conversations are not in the feature store" in said

@@ -11,7 +11,9 @@ from inference.regenerate.answerers import Request, ServerAnswerer, ServerReply
 @pytest.fixture
 def chat(chat_server, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    return lambda text, max_new_tokens=9: ask(chat_server.url, text, max_new_tokens, [("system", "be brief")])
+    return lambda text, max_new_tokens=9: ask(
+        chat_server.url, text, max_new_tokens, [{"role": "system", "content": "be brief"}]
+    )
 
 
 def ask(url, text, max_new_tokens=3, before=()):

@@ -41,7 +41,7 @@ def asked(tmp_path_factory):
     """Conversations with several turns, some without an answer, one with a system message."""
     said = load_conversations(["embedded:14:3"])[0]
     path = tmp_path_factory.mktemp("asked") / "asked.jsonl"
-    rows = [{"id": each.id, "messages": each.as_dicts()} for each in said]
+    rows = [{"id": each.id, "messages": [*each.messages]} for each in said]
     rows[3]["messages"] = rows[3]["messages"][:1]
     rows[5]["messages"].insert(0, {"role": "system", "content": "Be brief."})
     rows[6]["messages"] = [*rows[6]["messages"], {"role": "user", "content": "And then?"}]

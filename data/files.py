@@ -115,8 +115,7 @@ def check_encodable(value: object) -> None:
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])[1:-1]
-        raise ValueError(f"a text holds half of a character ({half}, of a surrogate pair): remove it") from error
+        raise ValueError("a text holds half of a character (a lone surrogate), which no tokenizer encodes") from error
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

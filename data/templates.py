@@ -19,7 +19,7 @@ from jinja2 import Environment, TemplateError, meta
 from rich.text import Text
 
 from data.conversations import REASONING, Conversation, Message, load_conversations, user_message
-from data.files import SafeConsole, short_hash
+from data.files import SafeConsole, check_encodable, short_hash
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
             messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
         return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
+        check_encodable([messages, options])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 

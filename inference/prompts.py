@@ -9,6 +9,7 @@ from typing import Any
 from data import benchmarks
 from data.benchmarks import Question
 from data.conversations import Message, user_message
+from data.files import check_encodable
 from data.templates import ReasoningMarks, encode_prompt, find_marks, resolve_template
 from inference.verifier.base import Base, BaseConfig
 from inference.verifier.session import check_prompt
@@ -50,6 +51,7 @@ def encode_messages(
     gets the texts of the messages.
     """
     if template == "tokenizer" and not base.tokenizer.chat_template:
+        check_encodable(messages)
         return list(base.tokenizer("\n".join(message["content"] for message in messages)).input_ids)
     return encode_prompt(messages, base.tokenizer, template, tools)
 

@@ -14,6 +14,7 @@ from drafters.ctc.loss import (
     next_token_probs,
     run_recursion,
 )
+from drafters.ctc.reference import plain_loss
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
@@ -163,6 +164,18 @@ def test_a_copy_adds_its_probability_to_every_prefix_of_the_passage(any_case):
     torch.testing.assert_close(metrics["expected_acceptance"], accepted.detach() / 5, rtol=0, atol=1e-12)
     leaves = [*any_case.leaves, logits]
     torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (ours, total / 5)), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+def test_the_plain_loss_is_the_sum_over_all_alignments_and_the_fast_one_equals_it(any_case, objective):
+    labels = [label[:length] for label, length in zip(LABELS.tolist(), LENGTHS.tolist(), strict=True)]
+    probs = torch.stack([any_case.probs(anchor) for anchor in range(A)])
+    plain = plain_loss(probs, ROOTS.tolist(), labels, objective, 0.6, any_case.merges)
+    fast, literal = any_case.loss(objective=objective, decay=0.6)[0], any_case.written_out(objective, 0.6)
+    gradients = [torch.autograd.grad(loss, any_case.leaves) for loss in (plain, literal, fast)]
+    for loss, gradient in ((literal, gradients[1]), (fast, gradients[2])):
+        torch.testing.assert_close(plain, loss, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradients[0], gradient, rtol=0, atol=1e-11)
 
 
 # ---- the recursion

@@ -1,9 +1,10 @@
-"""The plain recursion over CTC frames, against the sum over all alignments."""
+"""The recursion over CTC frames, for one text in plain form and for many at once, against the sum over alignments."""
 
 import pytest
 import torch
 
-from drafters.ctc.reference import FrameDistributions, collapse, spell
+from drafters.ctc.reference import collapse, text_probabilities
+from drafters.ctc.trees import FrameDistributions, spell
 
 V, ROOT = 3, 1
 
@@ -55,6 +56,10 @@ def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num
     nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
     after = torch.tensor(nexts, dtype=torch.float64)
     torch.testing.assert_close(found.prefix, every, rtol=1e-10, atol=0)
+    plain = [text_probabilities(probs, ROOT, text, merges) for text in texts]
+    torch.testing.assert_close(
+        torch.tensor(plain, dtype=torch.float64), torch.stack([every, whole], 1), rtol=1e-9, atol=0
+    )
     exact = found.blank_end[:, -1] + found.label_end[:, -1]
     torch.testing.assert_close(exact, whole, rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(found.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.ctc.reference import FrameDistributions, spell
+from drafters.ctc.trees import FrameDistributions, spell
 from drafters.trees.search import Bias, Candidates, SearchLimits, search
 from tests.conftest import check_tree
 

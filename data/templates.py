@@ -63,6 +63,10 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         raise ValueError(f"unknown chat template {name!r}; choose one of: tokenizer, {', '.join(TEMPLATES)}")
     if name == "tokenizer" and not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
+    own: Any = tokenizer.chat_template
+    if name == "tokenizer" and isinstance(own, dict) and "default" not in own:
+        remedy = "set tokenizer.chat_template to one of them and save it again"
+        raise ValueError(f"the tokenizer has several chat templates and no default ({', '.join(own)}): {remedy}")
     text = TEMPLATES[name] if name in TEMPLATES else tokenizer.get_chat_template()
     for option in options:
         if option in THINKING:

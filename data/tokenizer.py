@@ -144,6 +144,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     path = Path(source)
     is_hub_id = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not path.parent.is_dir()
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "tokenizer.json")):
+        if (path / "adapter_config.json").is_file():
+            remedy = "save the tokenizer of its base there, or pass a folder with the base and the adapter merged"
+            raise ValueError(f"{path} holds an adapter without a tokenizer: {remedy}")
         raise ValueError(f"{path} is a folder without config.json: pass a folder saved by save_pretrained")
     if is_gguf(source):
         check_gguf(path)  # its errors say what is wrong with the file

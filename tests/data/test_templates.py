@@ -145,6 +145,17 @@ def test_a_prompt_is_a_prefix_of_the_conversation_with_its_answer_and_has_one_bo
         assert encode_prompt(CHAT.messages[:1], each, template).count(each.bos_token_id) == 1
 
 
+def test_named_templates_without_a_default_are_refused_in_our_own_words(tokenizer, monkeypatch):
+    own = {"rag": "{{ messages }}", "tool_use": "{{ tools }}"}
+    monkeypatch.setattr(tokenizer, "chat_template", own)
+    for name in ("tokenizer", "tokenizer:thinking=on"):
+        with pytest.raises(ValueError, match=r"no default \(rag, tool_use\): set tokenizer.chat_template to one"):
+            resolve_template(name, tokenizer)
+    assert resolve_template("vicuna_v1.1", tokenizer) == TEMPLATES["vicuna_v1.1"]
+    monkeypatch.setattr(tokenizer, "chat_template", own | {"default": "{{ messages }}!"})
+    assert resolve_template("tokenizer", tokenizer) == "{{ messages }}!"
+
+
 def test_templates_are_chosen_by_name(tokenizer, monkeypatch):
     assert resolve_template("vicuna_v1.1", tokenizer) == TEMPLATES["vicuna_v1.1"]
     assert resolve_template("tokenizer", tokenizer) == tokenizer.chat_template

@@ -78,14 +78,30 @@ def test_a_place_without_a_model_says_what_to_pass(tmp_path, monkeypatch):
     assert "pass a folder saved by save_pretrained" in refusal(tmp_path)
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_or_missing_is_refused(folder):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+def test_a_missing_tokenizer_is_refused_also_beside_an_adapter(folder, whole, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert "cannot load the tokenizer" in refusal(folder)
+    adapter, base = tmp_path / "adapter", load_base(str(whole))
+    with torch.random.fork_rng():
+        config = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False)
+        get_peft_model(base.model, config).save_pretrained(adapter)
+    for load in (load_base, load_tokenizer):
+        assert "holds an adapter without a tokenizer: save the tokenizer of its base there" in refusal(adapter, load)
+    base.tokenizer.save_pretrained(adapter)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(load_base(str(adapter)).model(ids).logits, base.model.eval()(ids).logits)
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused(folder):
     tokenizer = load_tokenizer(str(folder))
     tokenizer.add_tokens(["w40", "w41"])
     tokenizer.save_pretrained(folder)
     assert "42 tokens and the model 40: they do not belong together" in refusal(folder)
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    assert "cannot load the tokenizer" in refusal(folder)
 
 
 def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole, tmp_path):

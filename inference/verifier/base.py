@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data.files import cause_of, check_files
 from data.gguf import is_gguf
@@ -23,6 +23,7 @@ from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_rev
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.timing import processor_name
+from inference.verifier.check import unwrap
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
@@ -130,27 +131,22 @@ class Base(_Sizes):
 
     @torch.no_grad()
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
-        """Decode greedily with transformers' own `generate`, without the penalties and beams of generation_config.
+        """Decode greedily with transformers' own `generate`, whatever the model's generation_config says.
 
-        Prompts (B, S) are padded on the left, and the new tokens (B, N) of texts that end early on the right.
+        Prompts (B, S) are padded on the left, and the new tokens (B, N) of texts that end early on the right. The
+        padding is token 0, as the embedding may have no row for the tokenizer's padding token.
         """
         from torch.distributed.fsdp import FSDPModule
 
-        pad = self.tokenizer.pad_token_id
-        model: Any = self.model
-        return model.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(self.eos) or None,
-            pad_token_id=min(self.eos, default=0) if pad is None else pad,
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            # Layers that are sharded over processes run in all of them, until the last one has finished.
-            synced_gpus=isinstance(model.base_model, FSDPModule),
-        )[:, input_ids.shape[1] :]
+        config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(self.eos) or None, pad_token_id=0)
+        model: Any = unwrap(self.model)
+        own, model.generation_config = model.generation_config, config  # whose options would be added to ours
+        # Layers that are sharded over processes run in all of them, until the last one has finished.
+        options = {"attention_mask": attention_mask, "synced_gpus": isinstance(model.base_model, FSDPModule)}
+        try:
+            return model.generate(input_ids, config, **options)[:, input_ids.shape[1] :]
+        finally:
+            model.generation_config = own
 
 
 def shape_of(config: PretrainedConfig) -> BaseShape:

@@ -1,5 +1,6 @@
 """Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
 
+import copy
 import json
 import os
 import platform
@@ -9,9 +10,10 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from inference.verifier.base import Base, load_base, load_tokenizer, resolve_device, shape_of, tokenizer_hash
+from tests.inference.verifier.oracles import written_alone
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,56 @@ def test_a_tokenizer_that_is_larger_than_the_model_is_refused(folder):
     tokenizer.add_tokens(["w40", "w41"])
     tokenizer.save_pretrained(folder)
     assert "42 tokens and the model 40: they do not belong together" in refusal(folder)
+
+
+# ---- transformers' own greedy text
+
+OPTIONS = {
+    "suppress_tokens": [*range(3, 30)], "begin_suppress_tokens": [*range(3, 30)],
+    "bad_words_ids": [[token] for token in range(3, 30)], "sequence_bias": [[[token], -90.0] for token in range(3, 30)],
+    "forced_eos_token_id": 9, "forced_bos_token_id": 9, "exponential_decay_length_penalty": [1, 9.0],
+    "guidance_scale": 3.0, "repetition_penalty": 5.0, "encoder_repetition_penalty": 5.0, "no_repeat_ngram_size": 1,
+    "encoder_no_repeat_ngram_size": 1, "min_length": 30, "min_new_tokens": 30, "max_length": 5, "max_time": 0.0,
+    "stop_strings": ["w"], "num_return_sequences": 2, "num_beams": 3, "num_beam_groups": 2, "penalty_alpha": 0.6,
+    "top_k": 4, "top_p": 0.3, "min_p": 0.9, "typical_p": 0.3, "temperature": 9.0, "do_sample": True,
+    "dola_layers": "high", "token_healing": True, "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1,
+    "watermarking_config": {"bias": 9.0, "seeding_scheme": "selfhash"}, "cache_implementation": "static",
+    "use_cache": False, "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    "output_attentions": True, "output_hidden_states": True, "remove_invalid_values": True, "renormalize_logits": True,
+    "constraints": [1], "pad_token_id": 7, "bos_token_id": 7, "custom_entry": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_text_obeys_nothing_that_generation_config_says_but_the_ends_of_texts(make_base, monkeypatch, name):
+    base = make_base()
+    own = GenerationConfig(eos_token_id=2)
+    setattr(own, name, OPTIONS[name])
+    if name in ("penalty_alpha", "dola_layers"):
+        own.top_k, own.custom_generate = 4, f"transformers-community/{name}"
+    if name.startswith("output_"):
+        own.return_dict_in_generate = True
+    monkeypatch.setattr(base.model, "generation_config", own)
+    prompt = (5, 6, 7)
+    texts = base.greedy(torch.tensor([prompt, prompt]), torch.ones(2, 3), 20)
+    assert texts.tolist() == [written_alone(base, prompt, 20, base.eos)] * 2
+    assert base.model.generation_config is own and getattr(own, name) == OPTIONS[name]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+def test_a_refused_greedy_call_leaves_generation_config_and_a_model_of_peft_has_its_own(make_base):
+    from peft import LoraConfig, get_peft_model
+
+    base = make_base()
+    own = base.model.generation_config
+    with pytest.raises(IndexError):
+        base.greedy(torch.tensor([[99]]), torch.ones(1, 1), 3)
+    assert base.model.generation_config is own
+    wrapped = get_peft_model(copy.deepcopy(base.model), LoraConfig(target_modules=["v_proj"])).eval()
+    wrapped.get_base_model().generation_config.suppress_tokens = [*range(3, 30)]
+    texts = [each.greedy(torch.tensor([[5, 6, 7]]), torch.ones(1, 3), 9) for each in (base, Base("", wrapped, None))]
+    assert torch.equal(*texts)
+    assert wrapped.get_base_model().generation_config.suppress_tokens == [*range(3, 30)]
 
 
 def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole, tmp_path):

@@ -18,16 +18,16 @@ BATCHES_PER_BUCKET = 50
 CLASSES_PER_OCTAVE = 12  # lengths within one class differ by at most 6 %
 
 
-def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """Pad rows of a tokenised data set or of a feature store on the right, and stack them.
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pad rows of a tokenised data set or of a feature store on the right with zeros, and stack them.
 
     Returns ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store
-    add ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store, padded with zeros.
+    add ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store.
     """
     ids = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
     masks = [torch.as_tensor(row["loss_mask"], dtype=torch.bool) for row in rows]
     batch = {
-        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
+        "input_ids": pad_sequence(ids, batch_first=True),
         "loss_mask": pad_sequence(masks, batch_first=True, padding_value=False),
         "lengths": torch.tensor([len(row) for row in ids]),
     }

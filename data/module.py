@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
@@ -120,8 +119,6 @@ class ShareGPTData(L.LightningDataModule):
         if not options["tokenizer"] or not options["files"]:
             raise ValueError("nothing to train on: give data.tokenizer (a base's folder or hub id) and data.files")
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
-        pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
-        self.pad_id = next(token for token in pad_ids if token is not None)
         self.template = options["template"]
         if options["features"]:  # a template may write the date of the day on which the store was written
             self.template = with_date(self.template, self.tokenizer_object, stored_template(options["features"]))
@@ -170,8 +167,7 @@ class ShareGPTData(L.LightningDataModule):
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
         sampler = BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens)
-        padded, num_workers = partial(collate, pad_id=self.pad_id), options["num_workers"]
-        return loader_class(source, batch_sampler=sampler, collate_fn=padded, num_workers=num_workers)
+        return loader_class(source, batch_sampler=sampler, collate_fn=collate, num_workers=options["num_workers"])
 
 
 def describe_epoch(batches: BucketSampler, trainer: L.Trainer | None) -> str:

@@ -39,6 +39,18 @@ def lengths(rows: Dataset) -> list[int]:
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
 
 
+def check_tokens(rows: Dataset | None, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> None:
+    """Raise ValueError if a conversation has a token that a base with this many rows in its embedding cannot read."""
+    if rows is None or len(tokenizer) <= num_rows:
+        return
+    for row in rows.with_format("numpy", ["id", "input_ids"]):
+        if (token := int(row["input_ids"].max())) >= num_rows:
+            raise ValueError(
+                f"conversation {row['id']} has the token {token} ({tokenizer.convert_ids_to_tokens(token)}), for which "
+                f"the base has no embedding, but only for 0 to {num_rows - 1}: leave it out"
+            )
+
+
 def assistant_token_counts(rows: Dataset, vocab_size: int) -> np.ndarray:
     """Count how often the assistant writes each token: (vocab_size,) int64."""
     counts = np.zeros(vocab_size, np.int64)

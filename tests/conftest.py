@@ -151,7 +151,7 @@ def check_tree(tree, vocab_size):
 class PseudoBase:
     """The attributes that a session reads from a base."""
 
-    name, context_length = "pseudo", 4096
+    name, context_length, config = "pseudo", 4096, None
 
 
 class PseudoRunner:

@@ -30,7 +30,7 @@ from data.features import (
     write_shard,
 )
 from data.files import checksum, hash_of, safe_text
-from data.rows import describe, lengths, tokenise
+from data.rows import check_tokens, describe, lengths, tokenise
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
@@ -163,6 +163,7 @@ def features(
     print(safe_text(f"{len(conversations):,} conversations read, {dropped}"))
     template = with_date(template, loaded.tokenizer, stored_template(folder))
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
+    check_tokens(texts, loaded.tokenizer, loaded.config.vocab_size)
     print(describe(texts))
     rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
     per_token = bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype)

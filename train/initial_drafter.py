@@ -89,7 +89,7 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
         raise ValueError("draft_vocab_size needs the training set of ShareGPTData, and there is none: leave it out")
     counts = torch.from_numpy(assistant_token_counts(rows, base.shape.vocab_size))
     special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
-    kept = base.eos | {token for token in special if counts[token] > 0}
+    kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}
     tokens.copy_(most_frequent(counts, len(tokens), kept))
     share = counts[tokens.cpu()].sum() / counts.sum()
     rank_zero_info(

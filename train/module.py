@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
@@ -120,6 +121,8 @@ class DrafterTraining(L.LightningModule):
                 f"data.max_length is {max_length}, but the context of {self.base.name} ends at "
                 f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
             )
+        for name in ("train_set", "val_set"):
+            check_tokens(getattr(data, name, None), self.base.tokenizer, self.base.config.vocab_size)
         if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
         if stage == "fit" and not self.initial_drafter:  # which brings its own, as a checkpoint does after this

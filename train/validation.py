@@ -87,8 +87,7 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
             f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
             "lower data.max_length, or set model.val_answers to text"
         )
-    pad = base.tokenizer.pad_token_id or 0
-    padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
+    padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     is_token = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
     with torch.autocast(padded.device.type, enabled=False):
         answers = base.greedy(padded, is_token.long(), max_new_tokens)
@@ -98,7 +97,7 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
         texts.append(torch.cat([prompt, answer[: min(ends) + 1] if ends else answer]).cpu())
         masks.append(torch.arange(len(texts[-1])) >= len(prompt))
     return {
-        "input_ids": torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad),
+        "input_ids": torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
         "loss_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_value=False),
         "lengths": torch.tensor([len(text) for text in texts]),
     }

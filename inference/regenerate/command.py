@@ -19,6 +19,7 @@ from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
+from inference.verifier.session import check_prompt
 
 OWN_PROMPTS = SamplingOptions(temperature=0.85)  # how prompts of the base's own are sampled
 MAX_PROMPT_TOKENS = 192  # a longer one is left out
@@ -203,6 +204,8 @@ def answer_all(
                 prompt = dialogue.prompt()
                 if (limit := min(options.max_new_tokens, answerer.max_length - len(prompt))) < 1:
                     raise ValueError("the prompt leaves no room for an answer")
+                if isinstance(answerer, LocalAnswerer):
+                    check_prompt(answerer.base, prompt, limit)
             except ValueError as error:
                 dialogue.stop(str(error), counts)
                 advance(num_remaining, 0, 0)

@@ -90,10 +90,11 @@ class Base(_Sizes):
 
     @property
     def eos(self) -> frozenset[int]:
-        """Ids of the end-of-sequence tokens."""
+        """Ids of the end-of-sequence tokens that the base can write: a tokenizer may have more tokens than it."""
         ids = self.model.generation_config.eos_token_id
         ids = self.tokenizer.eos_token_id if ids is None else ids
-        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+        every = [] if ids is None else [ids] if isinstance(ids, int) else ids
+        return frozenset(token for token in every if token < self.config.vocab_size)
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -221,11 +222,6 @@ def load_base(
     except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
         remedy = "give the folder of the base" if is_gguf(name) else "if a file is damaged, copy or download it again"
         raise ValueError(f"cannot load the base {name}: {cause_of(error)}; {remedy}") from error
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
-            "they do not belong together"
-        )
     if is_gguf(name):
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
     eos = model.generation_config.eos_token_id

@@ -12,6 +12,7 @@ One step extends the text by at least one token and runs the base once:
 The bonus token has not been fed to the base: it is the root of the next step.
 """
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -264,7 +265,10 @@ def common_prefix(text: Sequence[object], other: Sequence[object], num_known: in
 
 
 def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Raise ValueError if the prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1."""
+    """Raise ValueError if the prompt is empty, does not fit into the context or has a token that the base cannot read.
+
+    Or if ``max_new_tokens`` is below 1.
+    """
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")
     if max_new_tokens < 1:
@@ -274,6 +278,12 @@ def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens:
             f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
             "shorten the prompt"
         )
+    num_rows = getattr(base.config, "vocab_size", sys.maxsize)  # a recording has no base
+    if outside := [token for token in prompt if not 0 <= token < num_rows]:
+        raise ValueError(
+            f"the prompt has the token {outside[0]}, but {base.name} has an embedding for 0 to {num_rows - 1} only: "
+            "leave it out"
+        )
 
 
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
@@ -281,4 +291,4 @@ def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
     if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
         token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
         known = f"tokens 0 to {vocab_size - 1}"
-        raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file again")
+        raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file without it")

@@ -39,7 +39,7 @@ def batch():
         }
         for length in (5, 9, 12)
     ]
-    return collate(rows, pad_id=0)
+    return collate(rows)
 
 
 def test_the_loss_is_the_weighted_mean_over_real_tokens(module, batch):

@@ -12,8 +12,8 @@ LENGTHS = [(37 * n) % 101 + 1 for n in range(103)]
 
 def test_rows_are_padded_on_the_right():
     rows = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}, {"input_ids": [8], "loss_mask": [1]}]
-    batch = collate(rows, pad_id=9)
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    batch = collate(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
     assert batch["lengths"].tolist() == [3, 1]
     assert (batch["input_ids"].dtype, batch["loss_mask"].dtype) == (torch.int64, torch.bool)
@@ -100,7 +100,7 @@ def test_the_order_depends_on_seed_and_epoch_only_if_it_is_shuffled(max_tokens):
 def test_padding_share_is_that_of_the_collated_batches(world_size, max_tokens):
     samplers, batches = sharded(LENGTHS, world_size, batch_size=4, max_tokens=max_tokens)
     held = [
-        collate([{"input_ids": [1] * LENGTHS[n], "loss_mask": [1] * LENGTHS[n]} for n in batch], 0)
+        collate([{"input_ids": [1] * LENGTHS[n], "loss_mask": [1] * LENGTHS[n]} for n in batch])
         for each in batches
         for batch in each
     ]

@@ -86,7 +86,7 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
         ({"prompts": [[{"role": "user"}]]}, "a prompt must be"),
         ({"prompts": [{"role": "user", "content": "w3"}]}, "no chat template"),
         ({"prompts": ""}, "the prompt is empty"),
-        ({"prompts": [3, 40]}, "outside the 40"),
+        ({"prompts": [3, 40]}, "has the token 40, but toy-llama has an embedding for 0 to 39"),
         ({"prompts": [[3], list(range(3, 40)) * 2]}, "shorten the prompt"),
         ({"tokenizer": object()}, "leave tokenizer out"),
         ({"base": "folder"}, "load_base"),

@@ -12,7 +12,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
 
+from drafters import ANPD
+from inference import Speculation, generate, stream
 from inference.verifier.base import Base, load_base, load_tokenizer, resolve_device, shape_of, tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Session
+from inference.verify import generate_reference
 from tests.inference.verifier.oracles import written_alone
 
 
@@ -99,11 +105,54 @@ def test_a_missing_tokenizer_is_refused_also_beside_an_adapter(folder, whole, tm
     assert torch.equal(load_base(str(adapter)).model(ids).logits, base.model.eval()(ids).logits)
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused(folder):
+# ---- a tokenizer with more tokens than the embedding has rows
+
+
+@pytest.fixture
+def larger(whole, folder):
+    """A folder whose tokenizer has three tokens more than its model, one of them for padding, and the base alone."""
     tokenizer = load_tokenizer(str(folder))
     tokenizer.add_tokens(["w40", "w41"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
     tokenizer.save_pretrained(folder)
-    assert "42 tokens and the model 40: they do not belong together" in refusal(folder)
+    return folder, load_base(str(whole))
+
+
+@pytest.mark.slow
+def test_a_base_is_used_as_ever_if_its_tokenizer_has_more_tokens(larger):
+    base, alone = load_base(str(larger[0])), larger[1]
+    assert (len(base.tokenizer), base.tokenizer.pad_token_id, base.shape.vocab_size) == (43, 42, 40)
+    expected = [one.token_ids for one in generate(alone, ["w5 w6", "w7"], "none", max_new_tokens=12)]
+    for drafter in ("anpd", "token_recycling", "lookahead"):
+        assert [one.token_ids for one in generate(base, ["w5 w6", "w7"], drafter, max_new_tokens=12)] == expected
+    ids, mask = torch.tensor([[5, 6], [0, 7]]), torch.tensor([[1, 1], [0, 1]])
+    assert torch.equal(base.greedy(ids, mask, 12), alone.greedy(ids, mask, 12))
+
+
+def test_a_prompt_with_a_token_that_has_no_row_in_the_embedding_is_refused_by_every_door(larger):
+    base = load_base(str(larger[0]))
+    ids = torch.tensor([[5, 41]])
+    for call in (
+        lambda: generate(base, "w5 w41"),
+        lambda: generate(base, ["w5", [5, -1]]),
+        lambda: stream(base, [{"role": "user", "content": "w40"}]),
+        lambda: base.model.generate(ids, max_new_tokens=4, custom_generate=Speculation()),
+        lambda: generate_reference(base, [5, 41], 4, Greedy()),
+        lambda: Session(Runner(base), ANPD()).run([5, 41], 4),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the prompt has the token (41|40|-1), but .* has an embedding for 0 to 39"
+        ):
+            call()
+
+
+def test_end_of_sequence_tokens_that_the_base_cannot_write_end_nothing(larger):
+    base = load_base(str(larger[0]))
+    base.model.generation_config.eos_token_id = [2, 41, 10**7]
+    assert base.eos == {2}
+    base.model.generation_config.eos_token_id = 41
+    assert base.eos == frozenset() and len(base.greedy(torch.tensor([[5]]), torch.ones(1, 1), 9)[0]) == 9
 
 
 # ---- transformers' own greedy text

@@ -21,7 +21,7 @@ from drafters.registry import Registration, find_class, learned, register, regis
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base
-from inference.verifier.draft_model import DraftModelSession, Lenient
+from inference.verifier.draft_model import DraftModelSession, DraftRunner, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
@@ -246,16 +246,16 @@ def _make_learned(parts: Spec, base: Base) -> LearnedDrafter:
 
 
 def model_runner(folder: str, base: Base) -> Runner:
-    """A runner of a draft model, with a KV cache of its own; raises ValueError if it has not the base's vocabulary."""
+    """A runner of a draft model, with a KV cache of its own; raises ValueError if it has not the base's tokenizer."""
     dtype = cast("Dtype", str(base.model.dtype).removeprefix("torch."))
     model = _load_model(folder, dtype, str(base.model.device))
-    sizes = model.model.config.vocab_size, base.model.config.vocab_size
-    if sizes[0] != sizes[1] or tokenizer_hash(model.tokenizer) != tokenizer_hash(base.tokenizer):
+    if tokenizer_hash(model.tokenizer) != tokenizer_hash(base.tokenizer):
         raise ValueError(
-            f"the draft model {folder} has another vocabulary ({sizes[0]} tokens) than the base {base.name} ("
-            f"{sizes[1]} tokens): pass a model with the same tokenizer"
+            f"the draft model {folder} has another tokenizer ({len(model.tokenizer)} tokens) than the base {base.name} "
+            f"({len(base.tokenizer)} tokens): pass a model with the same tokenizer"
         )
-    return Runner(model)
+    size = base.model.config.vocab_size
+    return Runner(model) if model.model.config.vocab_size == size else DraftRunner(model, size)
 
 
 @lru_cache(maxsize=4)

@@ -1,6 +1,8 @@
 """A session of a smaller model that drafts for the base; the drafters that use one hold it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -8,9 +10,29 @@ from torch import Tensor
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, NoDrafter
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
-from inference.verifier.runner import Runner
+from drafters.tree import DraftTree
+from inference.verifier.base import Base
+from inference.verifier.runner import ForwardOutput, Runner
 from inference.verifier.sampling import KeyedSampler, Sampler, TreeLogits, most_probable
 from inference.verifier.session import Session, common_prefix
+
+
+class DraftRunner(Runner):
+    """A runner of a draft model whose vocabulary is padded to another size than the base's, which its logits have.
+
+    Tokens that only the draft model has are cut off, so a distribution is one over the others. Tokens that only the
+    base has get probability 0, and the draft model reads its own last token in their place.
+    """
+
+    def __init__(self, base: Base, vocab_size: int) -> None:
+        super().__init__(base)
+        self.last_token, self.vocab_size = self.vocab_size - 1, vocab_size
+
+    def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
+        pending, nodes = ([min(token, self.last_token) for token in tokens] for tokens in (pending, tree.tokens))
+        output = super()._forward(pending, replace(tree, tokens=nodes), layers)
+        num_missing = self.vocab_size - output.logits.shape[1]  # below 0, the last ones are cut off
+        return replace(output, logits=torch.nn.functional.pad(output.logits, (0, num_missing), value=-inf))
 
 
 class Lenient(Sampler):

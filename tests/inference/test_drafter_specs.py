@@ -1,5 +1,6 @@
 """Drafters by name: the syntax of specs, and one-line errors for invalid ones."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -121,7 +122,30 @@ def test_draft_models_draft_for_one_another_as_deep_as_the_spec_says(make_base, 
         assert [model.inner.session.runner.base.name for model in models] == [first, second, third]
         assert type(lowest) is (drafters.NoDrafter if options == "lookup=false" else drafters.MaxGram)
         assert sum(step.draft_forwards for step in steps.steps) == drafter.draft_forwards > models[1].draft_forwards
-    assert f"{other} has another vocabulary (41" in refusal(f"cascade={first}:inner={other}", runner.base)
+    tokenizer = copy.deepcopy(runner.base.tokenizer)
+    tokenizer.add_tokens(["w40"])
+    tokenizer.save_pretrained(other)
+    assert f"{other} has another tokenizer (41 tokens)" in refusal(f"cascade={first}:inner={other}", runner.base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["draft_model={}", "draft_model={}:threshold=0.1", "cascade={}:extension=2",
+                                  "cascade={}:inner={},leniency=9", "cascade={0}:inner={0},lookup=false",
+                                  "ouroboros={}:level=3,window=4"])  # fmt: skip
+@pytest.mark.parametrize("vocab", [30, 48])
+def test_a_draft_model_may_pad_its_vocabulary_to_another_size_than_the_base(make_base, tmp_path, vocab, spec):
+    base = make_base(dtype=torch.float32, predictable=True)
+    draft = copy.deepcopy(base.model)
+    draft.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        draft.lm_head.weight[40:] = draft.lm_head.weight[9]  # the added rows are often the most probable
+    draft.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    runner, prompt = Runner(base), [33, 5, 38, 6, 7]
+    found = Session(runner, drafter_specs.make(spec.format(tmp_path, tmp_path), runner)).run(prompt, 40)
+    alone = Session(runner, drafters.NoDrafter()).run(prompt, 40).tokens
+    assert found.tokens == alone and max(alone) >= 30
+    assert sum(step.accepted for step in found.steps) > 3
 
 
 @pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])

@@ -67,8 +67,8 @@ def unwrap(model: Any) -> Any:
 def model_state(model: Any) -> int:
     """Return a hash of how a model computes, whatever the values of its weights, with the number of threads.
 
-    It changes with the attention implementation, with the dtype or device of a weight, with modules that are replaced
-    or get hooks, and with adapters of peft that are added, removed, switched on or off, or merged.
+    It changes with the attention implementation and the context, with the dtype or device of a weight, with modules
+    that are replaced or get hooks, and with adapters of peft that are added, removed, switched on or off, or merged.
     """
     modules = []
     for module in model.modules():
@@ -78,8 +78,8 @@ def model_state(model: Any) -> int:
         if hasattr(type(module), "adapter_layer_names"):  # a layer of peft
             modules.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters))
     config, head = model.config, id(model.get_output_embeddings())
-    attention = getattr(config, "_attn_implementation", None)
-    return hash((tuple(modules), attention, config.vocab_size, head, torch.get_num_threads()))
+    read = getattr(config, "_attn_implementation", None), config.vocab_size, config.max_position_embeddings
+    return hash((tuple(modules), *read, head, torch.get_num_threads()))
 
 
 def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:

@@ -56,6 +56,14 @@ def test_an_answer_equals_our_own_generate_in_text_and_steps(server, client, sam
     assert details.rejected_prediction_tokens == rejected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1, 3])
+def test_an_answer_ends_at_the_last_position_of_the_context(server, client, room):
+    words = ["w3", "w4", "w5"] * server.base.context_length
+    reply = chat(client, [{"role": "user", "content": " ".join(words[: server.base.context_length - room])}], **GREEDY)
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (room, "length")
+
+
 def test_without_a_seed_texts_differ_and_without_a_temperature_they_are_sampled(client):
     assert len({chat(client).choices[0].message.content for _ in range(4)}) > 1
 

@@ -3,6 +3,9 @@
 `test_lossless` has the properties that hold for every drafter, on bases whose texts drafters can guess.
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import SuppressTokensLogitsProcessor
@@ -10,6 +13,8 @@ from transformers import SuppressTokensLogitsProcessor
 import drafters
 from drafters import DraftTree
 from drafters.protocol import RequiredOutputs
+from inference import Speculation, drafter_specs, generate, stream
+from inference.chat import ChatSession
 from inference.verifier import sampling as sampling_module
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
@@ -110,6 +115,44 @@ def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
 def test_an_empty_prompt_is_refused(base, make_drafter, name):
     with pytest.raises(ValueError, match="empty"):
         Session(Runner(base), make_drafter(name, base, [])).run([], 5)
+
+
+def by_chat(base, prompt, drafter):
+    runner = Runner(base)
+    session = ChatSession(Session(runner, drafter_specs.make(drafter, runner)))
+    for _ in range(2):  # the second time on the cache of the first
+        tokens = [token for emitted, _ in session.decode(prompt, 99) for token in emitted]
+    return tokens
+
+
+def by_speculation(base, prompt, drafter):
+    ids, room = torch.tensor([prompt]), base.context_length - len(prompt)
+    options = {"custom_generate": Speculation(drafter), "eos_token_id": None, "pad_token_id": 0}
+    with pytest.raises(ValueError, match=f"{len(prompt)} tokens and {room + 1} more do not fit into the context of"):
+        base.model.generate(ids, max_new_tokens=room + 1, **options)
+    return base.model.generate(ids, max_new_tokens=room, **options)[0, len(prompt) :].tolist()
+
+
+def by_stream(base, prompt, drafter):
+    return base.tokenizer("".join(stream(base, prompt, drafter, max_new_tokens=99, eos=[]))).input_ids
+
+
+def by_generate(base, prompt, drafter):
+    return generate(base, prompt, drafter, max_new_tokens=99, eos=[])[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "anpd", "token_recycling"])
+@pytest.mark.parametrize("door", [by_generate, by_stream, by_chat, by_speculation])
+def test_a_text_ends_at_the_last_position_of_the_context_by_every_door(make_base, door, drafter):
+    base = replace(make_base(), model=copy.deepcopy(make_base().model))
+    for context in (24, 32, 16):  # also after the model was used with another context
+        base.model.config.max_position_embeddings = context
+        for length in (3, context - 2, context - 1):
+            expected = written_alone(make_base(), prompt_of(length), context - length)
+            if door is by_stream:
+                expected = [token for token in expected if token > 2]  # special tokens are no text
+            assert door(base, list(prompt_of(length)), drafter) == expected
 
 
 @pytest.mark.parametrize("length", [24, 25, 100])

@@ -197,6 +197,7 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     model has changed since (`model_state`), the runner is made anew, and the model checked again. Raises ValueError as
     `make_runner` does.
     """
+    check_config(base)
     model = base.model
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -30,6 +31,7 @@ TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
 NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
 NOTHING = RequiredOutputs()
+RANDOM = re.compile("drop|jitter", re.IGNORECASE)  # in the name of a class of modules, or of a number in one
 VECTORS = 32  # values that torch's elementwise functions compute at once, in float32 with AVX-512
 PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # the trees and chains that `row_multiple` tries,
 CUTS = 4, 12, 24, 28, 48, 56, 76  # and where it cuts the text
@@ -40,7 +42,7 @@ ROUNDED_LIMITS = 0.02, 0.2
 
 
 def check_config(base: Base) -> None:
-    """Raise ValueError if the configuration of a model says that draft trees cannot be fed to it."""
+    """Raise ValueError if draft trees cannot be fed to a model by its configuration, its mode or autocast."""
     model: Any = base.model
     config = model.config
     if config.is_encoder_decoder:
@@ -57,6 +59,17 @@ def check_config(base: Base) -> None:
         attention_spans(config)
     except ValueError as error:
         raise ValueError(f"{base.name} cannot drop rejected drafts: {error}") from error
+    if part := next((name for name, module in model.named_modules() if is_random(module)), None):
+        raise ValueError(f"{base.name} is in training mode, and its {part} drops out at random: call model.eval()")
+    if torch.is_autocast_enabled(model.device.type):
+        raise ValueError(f"{base.name} decodes in the dtype of its weights: call it outside of torch.autocast")
+
+
+def is_random(module: Any) -> bool:
+    """Whether a module is in training mode, in which it drops out or adds noise."""
+    found = (value for name, value in vars(module).items() if RANDOM.search(f"{type(module).__name__} {name}"))
+    numbers = (number for value in found for number in (value.values() if isinstance(value, dict) else [value]))
+    return module.training and any(type(number) is float and number > 0 for number in numbers)
 
 
 def unwrap(model: Any) -> Any:
@@ -68,13 +81,14 @@ def model_state(model: Any) -> int:
     """Return a hash of how a model computes, whatever the values of its weights, with the number of threads.
 
     It changes with the attention implementation and the context, with the dtype or device of a weight, with modules
-    that are replaced or get hooks, and with adapters of peft that are added, removed, switched on or off, or merged.
+    that are replaced, get hooks or change to training mode, and with adapters of peft that are added, removed, switched
+    on or off, or merged.
     """
     modules = []
     for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks)  # numbers that are never used again
         places = [(weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None]
-        modules.append((type(module), hooks, id(vars(module).get("forward")), *places))
+        modules.append((type(module), module.training, hooks, id(vars(module).get("forward")), *places))
         if hasattr(type(module), "adapter_layer_names"):  # a layer of peft
             modules.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters))
     config, head = model.config, id(model.get_output_embeddings())
@@ -100,22 +114,9 @@ def check_base(runner: Any) -> None:
     scaling does). That takes seven forwards over a short text; the model is left as it was. Raises ValueError if logits
     differ by more than rounding, or the model cannot compute them; the message says where.
     """
-    with _without_dropout(runner.base.model):
-        for length in _lengths(runner):
-            _check_text(runner, length)
-            runner.reset()
-
-
-@contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
-    in_training = [module for module in model.modules() if module.training]
-    try:
-        for module in in_training:
-            module.training = False
-        yield
-    finally:
-        for module in in_training:
-            module.training = True
+    for length in _lengths(runner):
+        _check_text(runner, length)
+        runner.reset()
 
 
 def _lengths(runner: Any) -> Iterator[int]:
@@ -239,8 +240,7 @@ def row_multiple(runner: Any) -> int | None:
     state = model_state(model), runner.multiples
     if state not in known:
         try:
-            with _without_dropout(model):
-                known[state] = measure_row_multiple(runner)
+            known[state] = measure_row_multiple(runner)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # layers that do something else with the mask raise errors of many types

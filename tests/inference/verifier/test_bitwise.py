@@ -323,12 +323,6 @@ def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make
         generate(replace(base, bitwise=None), [3, 4], bitwise=True, compile=True)
 
 
-def test_a_model_in_training_is_measured_without_its_dropout(make_family):
-    base = make_family("GPT-2", torch.bfloat16)
-    base.model.train()
-    assert Runner(base).row_multiple and base.model.training
-
-
 def test_a_width_whose_products_depend_on_the_number_of_rows_is_found(make_family):
     sizes = {"hidden_size": 240, "intermediate_size": 650, "num_attention_heads": 5, "vocab_size": 1024}
     base = make_family("LLaMA", torch.float32, **sizes)  # the last of 650 values are computed without vectors

@@ -145,13 +145,106 @@ def test_an_encoder_decoder_model_is_refused(toy_tokenizer):
         Runner(Base("T5", AutoModelForSeq2SeqLM.from_config(config), toy_tokenizer))
 
 
+def adapt(model, kind, **options):
+    import peft
+
+    options = {"r": 2, "target_modules": ["q_proj"], "init_weights": False} | options
+    options[f"init_{'lora_' if kind == 'Lora' else ''}weights"] = options.pop("init_weights")
+    peft.inject_adapter_in_model(getattr(peft, f"{kind}Config")(**options), model)
+    model.requires_grad_(False)
+
+
+# What drops out or adds noise in training mode: a family, its part in the message, and how the model is made.
+RANDOM = {
+    "a module": ("GPT-2", "transformer.drop", None),
+    "of the attention": (
+        "LLaMA",
+        "model.layers.0.self_attn",
+        lambda model: with_value(model, "attention_dropout", 0.1),
+    ),
+    "of sublayers": ("OPT", "model.decoder", None),
+    "layerdrop": ("OPT", "model.decoder", lambda model: with_value(model, "layerdrop", 0.1)),
+    "jitter": ("Phi-MoE", "model.layers.0", lambda model: with_value(model, "input_jitter_noise", 0.01)),
+    "an adapter": ("LLaMA", "lora_dropout.default", lambda model: adapt(model, "Lora", lora_dropout=0.1)),
+    "another adapter": ("LLaMA", "self_attn.q_proj", lambda model: adapt(model, "LoHa", rank_dropout=0.1)),
+}
+
+
+def with_value(model, name, value):
+    for module in model.modules():
+        for known in vars(module):
+            if name == "layerdrop" and known == "dropout":
+                module.dropout = 0.0
+            elif known == name:
+                setattr(module, name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_base_that_drops_out_is_refused_until_it_is_in_evaluation_mode(fresh_base, kind):
+    label, part, change = RANDOM[kind]
+    base, prompt = fresh_base(label), [3, 4, 5]
+    if change:
+        change(base.model)
+    speculation = Speculation(check=False)
+    arguments = {"max_new_tokens": 8, "pad_token_id": 0, "custom_generate": speculation, "do_sample": False}
+
+    base.model.eval()
+    expected = written_text(base, prompt, 8)
+    assert expected == own_text(base, prompt, 8)
+    for _ in range(2):  # also a runner that was kept
+        base.model.train()
+        for call in (
+            lambda: written_text(base, prompt, 8),
+            lambda: written_text(base, prompt, 8, check=False),
+            lambda: stream(base, prompt),
+            lambda: base.model.generate(torch.tensor([prompt]), **arguments),
+            lambda: Runner(replace(base, check=False)),
+        ):
+            with pytest.raises(ValueError, match=f"is in training mode, and its .*{part}.* drops out at random: call"):
+                call()
+        assert all(module.training for module in base.model.modules())
+        base.model.eval()
+        assert written_text(base, prompt, 8) == expected
+    assert base.model.generate(torch.tensor([prompt]), **arguments)[0, 3:].tolist() == expected
+
+
+def test_training_mode_without_dropout_and_dropout_in_evaluation_mode_are_no_reason_to_refuse(fresh_base):
+    base, prompt = fresh_base(), [3, 4, 5]
+    expected = written_text(base, prompt, 8)
+    base.model.train()
+    assert written_text(base, prompt, 8) == expected
+    with_value(base.model.eval(), "attention_dropout", 0.1)
+    assert written_text(base, prompt, 8) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_is_refused_in_one_line_and_outside_of_it_all_is_as_before(fresh_base, dtype):
+    base, prompt = fresh_base(dtype=dtype), [3, 4, 5]
+    speculation = Speculation()
+    arguments = {"max_new_tokens": 8, "pad_token_id": 0, "custom_generate": speculation, "do_sample": False}
+    for _ in range(2):
+        expected = written_text(base, prompt, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            for call in (
+                lambda: written_text(base, prompt, 8),
+                lambda: stream(base, prompt),
+                lambda: base.model.generate(torch.tensor([prompt]), **arguments),
+                lambda: Runner(base),
+            ):
+                with pytest.raises(ValueError, match="decodes in the dtype of its weights: call it outside of"):
+                    call()
+            with torch.autocast("cpu", enabled=False):
+                assert written_text(base, prompt, 8) == expected
+
+
 # ---- what it leaves behind
 
 
-@pytest.mark.parametrize("label", ["GPT-2", "Gemma 3", "Phi-3, longrope scaling"])
+@pytest.mark.parametrize("label", ["Qwen3", "Gemma 3", "Phi-3, longrope scaling"])
 def test_the_model_is_left_as_it_was(fresh_base, label):
     base = fresh_base(label)
-    base.model.train()
+    base.model.train()  # without dropout
     base.model.base_model.get_input_embeddings().eval()
     before, training = copy.deepcopy(base.model.state_dict()), [module.training for module in base.model.modules()]
     config, rng = copy.deepcopy(base.model.config), torch.get_rng_state()

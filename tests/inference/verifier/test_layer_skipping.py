@@ -255,6 +255,6 @@ def test_a_model_with_another_layout_is_refused(toy_tokenizer):
     config = OPTConfig(
         hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=40, word_embed_proj_dim=16
     )
-    base = Base("other", AutoModelForCausalLM.from_config(config), toy_tokenizer)
+    base = Base("other", AutoModelForCausalLM.from_config(config).eval(), toy_tokenizer)
     with pytest.raises(ValueError, match="no sublayers of opt models can be left out"):
         LayerSkippingSession(Runner(base))

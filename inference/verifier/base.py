@@ -78,6 +78,9 @@ class Base(_Sizes):
     prefill_chunk: int = PREFILL_CHUNK
     bitwise: bool | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", getattr(self.model, "_orig_mod", self.model))  # behind torch.compile(model)
+
     @property
     def wants_bitwise(self) -> bool:
         """Whether a runner computes bit-identical rows, if it can."""

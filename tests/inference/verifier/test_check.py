@@ -238,6 +238,18 @@ def test_autocast_is_refused_in_one_line_and_outside_of_it_all_is_as_before(fres
                 assert written_text(base, prompt, 8) == expected
 
 
+@pytest.mark.slow
+def test_a_model_behind_torch_compile_is_the_model_itself(fresh_base):
+    base, prompt = fresh_base(), [3, 4, 5]
+    expected, compiled = written_text(base, prompt, 8), torch.compile(base.model, backend="eager")
+    assert Base("toy", compiled, base.tokenizer).model is base.model
+    (one,) = generate(compiled, prompt, "token_recycling", tokenizer=base.tokenizer, max_new_tokens=8, eos=[])
+    assert one.token_ids == expected == own_text(base, prompt, 8)
+    arguments = {"max_new_tokens": 8, "pad_token_id": 0, "do_sample": False}
+    found = compiled.generate(torch.tensor([prompt]), custom_generate=Speculation(), **arguments)
+    assert found[0, 3:].tolist() == expected
+
+
 # ---- what it leaves behind
 
 

@@ -118,6 +118,17 @@ def check_encodable(value: object) -> None:
         raise ValueError("a text holds half of a character (a lone surrogate), which no tokenizer encodes") from error
 
 
+REMEDIES = {errno.ENAMETOOLONG: "give a shorter name"}
+REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give another place")
+
+
+def explained(error: BaseException) -> str:
+    """What an error says to a user: one of the system names its file first, and ends with what to do."""
+    if not isinstance(error, OSError) or not error.filename:
+        return str(error)
+    return "; ".join(filter(None, [f"{error.filename}: {cause_of(error)}", REMEDIES.get(error.errno or 0)]))
+
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and tokenizers name an error of the system
 

@@ -5,6 +5,7 @@ Nothing heavy is imported before a command is known, so that the lists of comman
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from data.files import output_lock, print_traceback, safe_line, safe_messages
+from data.files import explained, output_lock, print_traceback, safe_line, safe_messages
 from data.tokenizer import shipped_folder
 
 
@@ -81,11 +82,11 @@ TRACEBACK = "--traceback"
 
 @contextmanager
 def user_errors(command: str, shows_traceback: bool = False, to_continue: str = "repeat the command") -> Iterator[None]:
-    """End the process with one line and exit code 2 for an error that a user can fix, and 130 for Ctrl-C.
+    """End the process with one line and exit code 2 for an error of the user, 130 for Ctrl-C, and 143 for SIGTERM.
 
     These are ValueError, the system's errors and Lightning's misconfigurations. All other errors are bugs and raise;
     with ``shows_traceback`` or the environment variable DRAFTERS_DEBUG=1, the user's errors raise too. The line begins
-    with the command, and ``to_continue`` says how one goes on that Ctrl-C has stopped.
+    with the command, and ``to_continue`` says how one goes on that was stopped.
     """
     try:
         with safe_messages():
@@ -93,16 +94,21 @@ def user_errors(command: str, shows_traceback: bool = False, to_continue: str = 
     except (KeyboardInterrupt, SystemExit) as stopped:
         if isinstance(stopped, SystemExit) and not isinstance(stopped.__context__, KeyboardInterrupt):
             raise  # Lightning turns Ctrl-C before the first step into an exit with code 1
-        print(f"\n{command}: stopped by Ctrl-C: {to_continue} to go on", file=sys.stderr)
-        sys.exit(130)
+        name, code = ("SIGTERM", 143) if stopped.args == (signal.SIGTERM,) else ("Ctrl-C", 130)
+        print(f"\n{command}: stopped by {name}: {to_continue} to go on", file=sys.stderr)
+        sys.exit(code)
     except Exception as error:
         # By name, because importing Lightning takes seconds and most commands do without it.
         is_users = isinstance(error, (ValueError, OSError)) or type(error).__name__ == "MisconfigurationException"
         if not is_users or shows_traceback or os.environ.get("DRAFTERS_DEBUG") == "1":
             sys.excepthook = print_traceback  # which runs after this function
             raise
-        print(safe_line(f"{command}: error: {' '.join(str(error).split())}"), file=sys.stderr)
+        print(safe_line(f"{command}: error: {' '.join(explained(error).split())}"), file=sys.stderr)
         sys.exit(2)
+
+
+def _stop(number: int, _: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 # ---- drafters
@@ -115,8 +121,12 @@ def run_drafters(argv: list[str] | None = None) -> None:
         rows = (f"  {name:<16} {command.summary}" for name, command in COMMANDS.items())
         print(HELP.format(commands="\n".join(rows)), end="")
         return
-    with user_errors(f"drafters {name}" if name in COMMANDS else "drafters", TRACEBACK in args):
+    starts_over = name == "eval" and "--overwrite" in args
+    to_continue = "repeat the command" + " without --overwrite" * starts_over
+    with user_errors(f"drafters {name}" if name in COMMANDS else "drafters", TRACEBACK in args, to_continue):
         function, values = parse(name, [arg for arg in args if arg != TRACEBACK])
+        if argv is None and "out" in values:  # what is written can be continued, and a server has its own handler
+            signal.signal(signal.SIGTERM, _stop)
         # Without --out, `report` writes into the folder that it reads.
         place = values.get("out") or next(iter(values.get("folders") or ()), None)
         with output_lock(place) if place else nullcontext():

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from data.files import safe_messages, validated
+from data.files import explained, safe_messages, validated
 from inference import drafter_specs, timing
 from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, from_json, median_answers, to_json
 from inference.evaluate.metrics import Summary, summarise
@@ -153,7 +153,7 @@ def _work(link: Connection, plan: EvaluationPlan, number: int, path: Path, load:
                     link.send(is_new)
                 link.send(None)
         except (ValueError, OSError) as error:
-            link.send(ValueError(str(error)))
+            link.send(ValueError(explained(error)))
         except Exception:
             link.send(RuntimeError(traceback.format_exc()))
 

@@ -1,10 +1,12 @@
 """The boundary: a user's mistake ends in one line, and nothing from outside is run, printed raw, or half written."""
 
 import ast
+import errno
 import io
 import json
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -42,6 +44,47 @@ def test_ctrl_c_ends_with_130_and_says_how_to_go_on(capsys, stopped):
             raise stopped(1)  # noqa: B904  # Lightning exits with 1 before the first step
     assert ended.value.code == 130
     assert capsys.readouterr().err == "\ndrafters eval: stopped by Ctrl-C: repeat the command to go on\n"
+
+
+@pytest.mark.parametrize("words", [["eval"], ["eval", "--overwrite"], ["regenerate", "--overwrite"]])
+def test_sigterm_ends_a_command_that_writes_as_ctrl_c_does(words, capsys, monkeypatch):
+    def work(out):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    monkeypatch.setattr("train.cli.parse", lambda *_: (work, {"out": None}))
+    monkeypatch.setattr(sys, "argv", ["drafters", *words])
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_drafters()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    how = "repeat the command" + " without --overwrite" * (words == ["eval", "--overwrite"])
+    assert ended.value.code == 143
+    assert capsys.readouterr().err == f"\ndrafters {words[0]}: stopped by SIGTERM: {how} to go on\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.EACCES, "a/b: permission denied; give another place"),
+        (errno.EROFS, "a/b: read-only file system; give another place"),
+        (errno.ENAMETOOLONG, "a/b: file name too long; give a shorter name"),
+        (errno.ENOENT, "a/b: no such file or directory"),
+    ],
+)
+def test_an_error_of_the_system_names_its_file_and_what_to_do(code, said, capsys):
+    with pytest.raises(SystemExit), user_errors("drafters eval"):
+        raise OSError(code, os.strerror(code), "a/b")
+    assert capsys.readouterr().err == f"drafters eval: error: {said}\n"
+
+
+@pytest.mark.parametrize("words", ["eval --drafter anpd", "regenerate --files embedded:2", "report nowhere"])
+def test_a_name_that_is_too_long_is_refused_by_every_command_that_writes(words, call, tiny, tmp_path):
+    base = [] if "report" in words else ["--base", tiny]
+    error = call(run_drafters, *words.split(), *base, "--out", tmp_path / ("x" * 300)).one_line_error("drafters")
+    assert 300 * "x" in error and error.endswith("file name too long; give a shorter name") and "Errno" not in error
 
 
 def test_an_unexpected_error_and_an_exit_code_are_not_the_users_mistakes():

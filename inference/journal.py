@@ -10,30 +10,30 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from data.files import disk_errors, parse_line, reading
+from data.files import atomic_write, disk_errors, parse_line, reading
 
 T = TypeVar("T")
-Existing = Literal["continue", "replace_if_different", "replace"]
+Existing = Literal["continue", "replace_if_different"]
 
 
 class Journal:
     """The results of a long run, one JSON value per line, behind a first line with the settings of the run.
 
-    Opening or reading a journal never changes its file. The first `append` creates the file, or cuts off a last line
-    that an interruption left incomplete.
+    Opening or reading a journal never changes its file. The first `append` creates or replaces the file, at once with
+    its entry, or cuts off a last line that an interruption left incomplete.
 
     Args:
         path: The journal's file; it need not exist yet.
         settings: Everything that the results depend on, as JSON values.
         existing: What happens to a journal that is already there. ``continue`` keeps its entries and raises ValueError
-            if its settings differ, ``replace_if_different`` drops them if its settings differ, ``replace`` drops them.
+            if its settings differ, ``replace_if_different`` drops them if its settings differ.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], existing: Existing = "continue") -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
-        self._is_kept = existing != "replace"
+        self._is_kept = True
         recorded = next((self._parsed(1, line) for line in self._lines()), None)
         if recorded not in (None, self.settings):
             if existing == "continue":
@@ -60,16 +60,19 @@ class Journal:
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
+        line = _line(entry)
         if self._stream is None:
             size = sum(map(len, self._lines()))
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not size:
+                with atomic_write(self.path) as new:
+                    new.write_bytes(_line(self.settings) + line)
+                self._is_kept = True
+                return
             self._stream = self.path.open("ab", buffering=0)  # nothing is left to be written when a full disk ends it
             self._stream.truncate(size)
-            self._is_kept = True
-            if not size:
-                self._write(self._stream, self.settings)
-        self._write(self._stream, entry)
         with disk_errors(self.path):
+            while line:  # a write to an almost full disk may end early, and the next one fails
+                line = line[self._stream.write(line) :]
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
@@ -83,12 +86,6 @@ class Journal:
         self.close()
         self.path.unlink(missing_ok=True)
 
-    def _write(self, stream: FileIO, value: Any) -> None:
-        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        with disk_errors(self.path):
-            while line:  # a write to an almost full disk may end early, and the next one fails
-                line = line[stream.write(line) :]
-
     def _lines(self) -> Iterator[bytes]:
         """The complete lines of the file: a last one that an interruption cut is left out."""
         if self._is_kept and self.path.exists():
@@ -98,6 +95,10 @@ class Journal:
     def _parsed(self, number: int, line: bytes, read: Callable[[Any], Any] = lambda entry: entry) -> Any:
         with reading(f"{self.path} line {number}", "delete the file and start over"):
             return read(parse_line(line))
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def _differences(recorded: Any, settings: Mapping[str, Any]) -> str:

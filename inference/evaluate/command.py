@@ -1,5 +1,7 @@
 """``drafters eval``: measure several drafters side by side on the same questions."""
 
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,8 @@ from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
+
+ASIDE = f".{worker.JOURNALS}.old"  # name of the folder of journals that are being replaced
 
 
 def evaluate(
@@ -83,6 +87,7 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
         return None
     folder, names = Path(out), ("answers", "results.json")
     folder_above(folder / "results.json")
+    _settle(folder)  # after a kill
     journals = sorted((folder / worker.JOURNALS).glob("*.jsonl"))
     if not overwrite and not journals and any((folder / name).exists() for name in names):
         raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
@@ -95,24 +100,39 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
 
 
 @contextmanager
-def _place(folder: Path | None) -> Iterator[tuple[Path, Progress]]:
-    """The folder of the journals, which is a temporary one if no results are kept, and progress bars."""
+def _place(folder: Path | None, overwrite: bool) -> Iterator[tuple[Path, Progress]]:
+    """The folder of the journals, which is a temporary one if no results are kept, and progress bars.
+
+    Journals that are replaced are set aside until the first new answer is on the disk, and come back without one.
+    """
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place, progress_bars() as bars:
-        yield Path(place) / worker.JOURNALS, bars
+        journals = Path(place) / worker.JOURNALS
+        if overwrite and journals.exists():
+            os.rename(journals, journals.with_name(ASIDE))
+        try:
+            yield journals, bars
+        finally:
+            _settle(Path(place))
+
+
+def _settle(folder: Path) -> None:
+    journals, aside = folder / worker.JOURNALS, folder / ASIDE
+    if aside.exists() and not any(journals.glob("*.jsonl")):
+        shutil.rmtree(journals, ignore_errors=True)
+        os.rename(aside, journals)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -> tuple[EvaluationResults, int]:
     """Decode what the journals in the folder do not hold; return the results, and how many answers were decoded now."""
     load, num_threads = timing.running_threads(), (plan.conditions.threads or 1) * len(plan.conditions.devices)
     before = timing.MachineLoad(timing.num_cores(), num_threads, [] if load is None else [load])
-    with _place(folder) as (journals, bars):
+    with _place(folder, overwrite) as (journals, bars):
         task = bars.add_task(", ".join(plan.questions), total=0)
 
         def on_ready() -> None:
             for line in before.warnings():
                 print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)
-            for path in journals.glob("*.jsonl") if overwrite else ():
-                path.unlink()
 
         def repeats() -> Iterator[worker.Repeat]:
             total = 0
@@ -151,10 +171,10 @@ def _ask(
         raise ValueError(f"{levels[-1]} requests at once need as many questions, and {few[0]} has fewer: raise --limit")
     conditions = server.make_conditions(model, selection, prompts, options)
     total = len(conditions.drafters) * len(levels) * sum(len(own.questions) for own in prompts.values())
-    with _place(results_folder(out, overwrite, conditions)) as (journals, bars):
+    with _place(results_folder(out, overwrite, conditions), overwrite) as (journals, bars):
         task = bars.add_task(", ".join(prompts), total=total)
         advance = partial(bars.advance, task)
-        runs, notes = server.measure(conditions, base, prompts, levels, journals / "1.jsonl", overwrite, advance)
+        runs, notes = server.measure(conditions, base, prompts, levels, journals / "1.jsonl", advance)
     summaries, warnings = server.summarise(runs, conditions)
     answers: dict[str, dict[str, Any]] = {name: {} for name in prompts}
     for (benchmark, drafter, level), run in runs.items():

@@ -283,7 +283,6 @@ def measure(
     prompts: Mapping[str, BenchmarkPrompts],
     levels: Sequence[int],
     journal_path: Path,
-    overwrite: bool,
     on_answers: Callable[[int], None],
 ) -> tuple[dict[Key, ServedRun], list[str]]:
     """Measure what the journal does not hold; return all runs, and what a reader must know about the servers.
@@ -291,7 +290,7 @@ def measure(
     The journal has an entry ``{"note"}`` for each server that was asked, and one for each run: a benchmark with one of
     the levels, which are numbers of requests at once. ``on_answers`` is told the number of further answers.
     """
-    with Journal(journal_path, asdict(conditions), "replace" if overwrite else "continue") as journal:
+    with Journal(journal_path, asdict(conditions)) as journal:
         runs, template, caps = _read_runs(journal), conditions.template, conditions.caps
         for number, (drafter, own) in enumerate(conditions.drafters.items()):
             missing = [(name, level) for level in levels for name in prompts if (name, drafter, level) not in runs]

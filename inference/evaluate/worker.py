@@ -86,8 +86,7 @@ def run(
     """Answer all questions, into journals in a folder; yield for each answer whether it was decoded now.
 
     The next of the ``repeats`` is taken when the answers of the last one are in the journals. ``on_ready`` is called
-    once all bases and drafters are loaded, so that no mistake in the arguments can stop the evaluation any more; only
-    then old results may be deleted.
+    once all bases and drafters are loaded, so that no mistake in the arguments can stop the evaluation any more.
     """
     load = timing.running_threads()
     if len(plan.conditions.devices) == 1:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from inference.journal import Journal
+from tests.conftest import full_disk
 
 SETTINGS = {"format": 1, "name": "näme"}
 OTHER = SETTINGS | {"name": "other"}
@@ -44,16 +45,20 @@ def test_other_settings_are_refused_in_one_line(path):
         Journal(path, SETTINGS | {"questions": {"embedded": "bc5f"}})
 
 
-@pytest.mark.parametrize(("existing", "settings"), [("replace_if_different", OTHER), ("replace", SETTINGS)])
-def test_entries_are_replaced_on_request_by_the_first_new_entry(path, existing, settings):
+def test_entries_are_replaced_on_request_by_the_first_new_entry_and_kept_where_it_cannot_be_written(path):
     before = path.read_bytes()
     with Journal(path, SETTINGS, "replace_if_different") as journal:
         assert list(journal) == ENTRIES
-    with Journal(path, settings, existing) as journal:
+    with Journal(path, OTHER, "replace_if_different") as journal:
         assert list(journal) == []
-        assert path.read_bytes() == before
+        for num_bytes in (0, 20, len(json.dumps(OTHER)) + 3):  # nothing, half of the settings, the settings alone
+            with full_disk(num_bytes), pytest.raises(ValueError, match="what was there before is kept"):
+                journal.append("new and long")
+            assert path.read_bytes() == before
         journal.append("new")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [settings, "new"]
+        journal.append("newer")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [OTHER, "new", "newer"]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_nothing_is_written_before_the_first_entry_and_a_deleted_journal_leaves_no_file(tmp_path):

@@ -36,6 +36,7 @@ from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Typical
 from inference.verifier.session import PHASES, Session, Step
+from tests.conftest import full_disk
 from train.cli import grouped, run_drafters
 
 CLOCK = {"speed", "speedup", "wall", "step_seconds"}  # figures that differ between runs
@@ -174,6 +175,19 @@ def test_overwrite_starts_over(run, whole, tmp_path):
     assert not journal.read_bytes().startswith(settings)
     assert journal.read_bytes().count(b'"answer"') == 4
     assert sorted(path.stem for path in (tmp_path / "old" / "answers").rglob("*.jsonl")) == ["anpd", "none"]
+
+
+@pytest.mark.slow
+def test_overwrite_loses_nothing_before_a_new_answer_is_on_the_disk(run, whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path / "old")
+    before = {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
+    with full_disk(100), pytest.raises(ValueError, match="what was there before is kept"):
+        run(tmp_path / "old", ["anpd"], repeats=1, limit=2, overwrite=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
+    (tmp_path / "old" / "journal").rename(tmp_path / "old" / ".journal.old")  # as a kill may leave it
+    run(tmp_path / "old")
+    assert "already held every answer" in capsys.readouterr().out
+    assert before.keys() == {path for path in (tmp_path / "old").rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

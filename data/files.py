@@ -12,7 +12,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from fnmatch import fnmatch
@@ -186,6 +186,20 @@ def write_text(path: str | Path, text: str) -> None:
     r"""Write a text file atomically, in UTF-8; half of a surrogate pair is written as its escape, like ``\ud83d``."""
     with atomic_write(path) as new:
         new.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+WRITTEN = ".written.json"  # the list of a folder's files that are ours
+
+
+def delete_stale(folder: Path, names: Collection[str]) -> None:
+    """List the files that a command has written into a folder, and delete those of the list before; no others."""
+    manifest = folder / WRITTEN
+    with reading(manifest, "delete it"):
+        before = validated(list[str], read_json(manifest, "delete it")) if manifest.is_file() else []
+    for file in (folder / name for name in {*before}.difference(names)):
+        if folder.resolve() in file.resolve().parents:
+            file.unlink(missing_ok=True)
+    write_text(manifest, json.dumps(sorted(names)))
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from inference.runs import folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
 
+WRITES = "answers", "plots", "results.json", "results.csv", "results.md", "report.html"
 ASIDE = f".{worker.JOURNALS}.old"  # name of the folder of journals that are being replaced
 
 
@@ -85,12 +86,12 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
     """
     if out is None:
         return None
-    folder, names = Path(out), ("answers", "results.json")
+    folder = Path(out)
     folder_above(folder / "results.json")
     _settle(folder)  # after a kill
     journals = sorted((folder / worker.JOURNALS).glob("*.jsonl"))
-    if not overwrite and not journals and any((folder / name).exists() for name in names):
-        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
+    if found := [name for name in WRITES if not overwrite and not journals and (folder / name).exists()]:
+        raise ValueError(f"{out} already holds {', '.join(found)}: give another --out, or --overwrite to replace them")
     for path in [] if overwrite else journals:
         try:
             Journal(path, asdict(conditions))

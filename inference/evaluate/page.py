@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import atomic_write, safe_text, write_text
+from data.files import atomic_write, delete_stale, safe_text, write_text
 from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from inference.evaluate import plots
@@ -59,9 +59,7 @@ def write_page(
         for name, png in drawn.items():
             with atomic_write(plots_folder / name) as new:
                 new.write_bytes(png)
-        for old in plots_folder.glob("*.png"):
-            if old.name not in drawn:
-                old.unlink()
+        delete_stale(plots_folder, drawn)
 
 
 def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> Decode | None:

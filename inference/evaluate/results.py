@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from data.files import read_json, reading, validated, write_text
+from data.files import delete_stale, read_json, reading, validated, write_text
 from inference.drafter_specs import split
 from inference.evaluate import answers as answer_files
 from inference.evaluate.answers import Answer
@@ -102,8 +102,7 @@ def write(folder: Path, results: EvaluationResults) -> None:
                 path = path.with_name(f"{path.stem}_.jsonl")
             answer_files.write(path, own)
             written.add(path)
-    for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured
-        path.unlink()
+    delete_stale(folder / "answers", {str(path.relative_to(folder / "answers")) for path in written})
     (run,) = results.runs.values()
     figures = {name: [asdict(summary) for summary in by.values()] for name, by in results.summaries.items()}
     content = json.dumps({**asdict(run), "results": figures}, indent=2, ensure_ascii=False)

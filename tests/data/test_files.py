@@ -1,5 +1,6 @@
 import errno
 import io
+import json
 import logging
 import os
 import re
@@ -24,6 +25,7 @@ from data.files import (
     atomic_write,
     check_files,
     checksum,
+    delete_stale,
     disk_errors,
     escape_markdown,
     output_lock,
@@ -136,6 +138,23 @@ def test_only_files_replace_files_and_folders_folders(tmp_path):
             raise AssertionError
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "file", "link"}
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("listed", ["[", "[5]", "{}"])
+def test_only_files_that_the_list_of_a_folder_names_are_deleted(tmp_path, listed):
+    folder = tmp_path / "plots"
+    for name in ["../out.png", "own.png", "a/new.png", "old.png", "a/old.png"]:
+        write_text(folder / name, "")
+    delete_stale(folder, ["old.png", "a/old.png", "a/new.png"])
+    names = json.loads((folder / ".written.json").read_text())
+    (folder / ".written.json").write_text(json.dumps([*names, "../out.png", str(tmp_path / "out.png"), "missing.png"]))
+    delete_stale(folder, ["a/new.png"])
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")}
+    assert files == {"out.png", "plots/own.png", "plots/a/new.png"}
+    (folder / ".written.json").write_text(listed)
+    with pytest.raises(ValueError, match=r"written\.json.*: .*; delete it$"):
+        delete_stale(folder, [])
+    assert (folder / "a" / "new.png").exists()
 
 
 def test_other_errors_stay_what_they_are(tmp_path):

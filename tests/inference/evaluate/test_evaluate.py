@@ -166,9 +166,10 @@ def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
 def test_overwrite_starts_over(run, whole, tmp_path):
     journal = tmp_path / "old" / "journal" / "1.jsonl"
     shutil.copytree(whole, tmp_path / "old")
-    shutil.copytree(whole / "answers", tmp_path / "only" / "answers")
-    with pytest.raises(ValueError, match="already holds results: give another --out, or --overwrite"):
-        run(tmp_path / "only")
+    for name in ("answers", "plots", "report.html", "results.csv"):
+        (tmp_path / f"has {name}" / name).mkdir(parents=True)
+        with pytest.raises(ValueError, match=f"already holds {name}: give another --out, or --overwrite"):
+            run(tmp_path / f"has {name}")
     before = journal.read_bytes()
     run(tmp_path / "old", ["anpd"], repeats=1, limit=2, overwrite=True)
     settings = before.partition(b"\n")[0]

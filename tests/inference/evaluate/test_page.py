@@ -84,17 +84,21 @@ def no_plots(monkeypatch):
 @pytest.mark.slow
 def test_the_page_is_self_contained_and_the_plots_are_also_files(evaluation, words, tmp_path):
     (tmp_path / "plots").mkdir()
-    (tmp_path / "plots" / "gsm8k-stale.png").touch()
+    (tmp_path / "plots" / "holiday.png").touch()
     page = Page(written(tmp_path, evaluation, decode=words.decode))
     assert len(page.links()) == 2 * 4  # benchmarks, plots
     assert all(link.startswith("data:image/png;base64,") for link in page.links())
     assert not {"link", "iframe"} & {tag for tag, _ in page.tags}
     assert [attrs for tag, attrs in page.tags if tag == "script"] == [{}]
-    drawn = sorted((tmp_path / "plots").iterdir())
+    drawn = sorted((tmp_path / "plots").glob("*-*.png"))
     assert [path.name for path in drawn] == [
         f"{name}-{plot}.png" for name in ("gsm8k", "mt_bench") for plot in ("acceptance", "depths", "phases", "speedup")
     ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    one = replace(evaluation, summaries={"gsm8k": evaluation.summaries["gsm8k"]})
+    written(tmp_path, one, decode=words.decode)
+    left = {path.name for path in (tmp_path / "plots").glob("*.png")}
+    assert left == {"holiday.png", *(path.name for path in drawn[:4])}, "only pictures of ours go"
 
 
 def test_the_steps_join_to_the_full_escaped_answer(evaluation, words, tmp_path, no_plots):

@@ -29,13 +29,13 @@ def test_drafters_whose_names_are_alike_have_files_of_their_own_and_old_files_go
     own = {"none": answers["mt_bench"]["none"]}
     names = ["a b", "a_b", "a:b"]
     own |= {name: [replace(answer, drafter=name) for answer in answers["mt_bench"]["ctc"]] for name in names}
-    stale = tmp_path / "answers" / "gsm8k" / "ctc.jsonl"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
+    stale, kept = (tmp_path / "answers" / "gsm8k" / name for name in ("ctc.jsonl", "mine.jsonl"))
+    results.write(tmp_path, make({"gsm8k": answers["gsm8k"]}))
+    kept.touch()
     results.write(tmp_path, make({"mt_bench": own}))
     files = (tmp_path / "answers" / "mt_bench").iterdir()
     assert sorted(answer_files.read(file)[0].drafter for file in files) == sorted([*names, "none"])
-    assert not stale.exists()
+    assert not stale.exists() and kept.exists()
 
 
 def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(make_folder):

@@ -19,6 +19,7 @@ from data.benchmarks import Question
 from data.conversations import Message, user_message
 from data.files import read_json_lines, reading, validated, write_text
 from data.templates import decode_answer
+from inference.evaluate.intervals import Count, Figure
 from inference.prompts import encode_question
 from inference.verifier.base import Base
 from inference.verifier.session import PHASES, Session, Step
@@ -34,13 +35,13 @@ class Turn:
     """One answered turn of a conversation. One that a server wrote has no steps, but arrivals."""
 
     text: str
-    token_ids: list[int]  # with the end-of-sequence token
-    prompt_tokens: int  # with the earlier turns
+    token_ids: list[Count]  # with the end-of-sequence token
+    prompt_tokens: Count  # with the earlier turns
     steps: list[Step]  # the first one is the prefill
-    seconds: float  # wall time
-    cpu_seconds: list[float] = field(default_factory=list)  # of the decoding thread for each step; none on a GPU
+    seconds: Figure  # wall time
+    cpu_seconds: list[Figure] = field(default_factory=list)  # of the decoding thread for each step; none on a GPU
     # Seconds from the request to each event, and the number of tokens that came with it (0 if the server does not say).
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    arrivals: list[tuple[Figure, Count]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Answer:
     drafter: str
     turns: list[Turn]
     ended: list[bool]  # whether each turn ended with an end-of-sequence token, rather than at the length cap
-    peak_bytes: int | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
+    peak_bytes: Count | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
 
     @property
     def seconds(self) -> float:

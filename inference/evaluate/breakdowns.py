@@ -7,7 +7,7 @@ from typing import Any
 
 from data.templates import ReasoningMarks
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.intervals import Estimate, quotient, ratio
+from inference.evaluate.intervals import Count, Estimate, Figure, quotient, ratio
 from inference.evaluate.step_times import own_times
 from inference.verifier.session import Step
 
@@ -100,11 +100,11 @@ def acceptance_rates(questions: Sequence[Sequence[Step]]) -> list[PositionRate]:
 class LengthRange:
     """The steps at texts whose numbers of tokens are in one range."""
 
-    start: int
-    end: int  # the smallest length beyond the range
-    steps: int
+    start: Count
+    end: Count  # the smallest length beyond the range
+    steps: Count
     acceptance: Estimate  # acceptance length of the steps
-    step_seconds: float  # median time of a step, see `own_times`
+    step_seconds: Figure  # median time of a step, see `own_times`
 
 
 def length_ranges(answers: Sequence[Answer]) -> list[LengthRange]:
@@ -141,10 +141,10 @@ def range_start(length: int) -> int:
 class Reasoning:
     """What was accepted in the turns with reasoning; a step belongs to the part of its first emitted token."""
 
-    turns: int  # with reasoning; the others are in neither part
-    inside_steps: int  # in the reasoning, its marks included
+    turns: Count  # with reasoning; the others are in neither part
+    inside_steps: Count  # in the reasoning, its marks included
     inside: Estimate  # acceptance length of these steps
-    outside_steps: int  # before and after it
+    outside_steps: Count  # before and after it
     outside: Estimate
 
 

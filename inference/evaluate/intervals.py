@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import sqrt
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 from scipy import stats
 
 RESAMPLES = 2000
@@ -13,18 +15,21 @@ PUBLISHED_LEVEL = 0.95  # of the intervals in results
 MIN_IN_TAIL = 5  # resamples beyond an end of an interval; with fewer, a log-normal distribution gives the end
 TOLERANCE = 1e-12  # relative difference of numbers that are equal except for rounding
 
-Interval = tuple[float, float]
+# What a file may hold: True is no number, and neither is NaN.
+Count = Annotated[int, Field(strict=True, ge=0)]
+Figure = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Interval = tuple[Figure, Figure]
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A figure and its 95 % confidence interval over the questions; what is unknown is None."""
 
-    value: float | None = None
+    value: Figure | None
     interval: Interval | None = None
 
 
-UNKNOWN = Estimate()
+UNKNOWN = Estimate(None)
 
 
 def quotient(numerator: float | None, denominator: float | None) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 from inference.evaluate import breakdowns, intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.breakdowns import LengthRange, PositionRate, Reasoning
-from inference.evaluate.intervals import UNKNOWN, Estimate, quotient
+from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, Interval, quotient
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier import session
 from inference.verifier.session import PHASES, Step
@@ -22,33 +22,33 @@ Terms = tuple[float, int, float, int]  # seconds and tokens of the baseline, the
 class Acceptance:
     """What the steps did, prefills excluded: the same in every run."""
 
-    length: Estimate = UNKNOWN  # acceptance length: emitted tokens / base forwards over all questions (micro average)
+    length: Estimate  # acceptance length: emitted tokens / base forwards over all questions (micro average)
     mean: Estimate = UNKNOWN  # mean over questions of the acceptance length of each
-    ended: float | None = None  # over the turns that ended with an end-of-sequence token
-    fed_per_step: float | None = None  # mean number of tokens fed to the base per step
-    scratch_per_step: float | None = None  # of them, those that could not be accepted
-    draft_forwards_per_step: float | None = None  # forwards of a draft module or model
-    hit_ratio: float | None = None  # accepted / fed draft tokens, the draft efficiency
-    accepted_per_step: float | None = None  # accepted draft tokens / base forwards: ANPD's alpha (section 4.5) times K
-    fed_per_token: float | None = None  # tokens fed for each emitted token
-    wasted_per_token: float | None = None  # of them, those that are neither a root nor accepted
+    ended: Figure | None = None  # over the turns that ended with an end-of-sequence token
+    fed_per_step: Figure | None = None  # mean number of tokens fed to the base per step
+    scratch_per_step: Figure | None = None  # of them, those that could not be accepted
+    draft_forwards_per_step: Figure | None = None  # forwards of a draft module or model
+    hit_ratio: Figure | None = None  # accepted / fed draft tokens, the draft efficiency
+    accepted_per_step: Figure | None = None  # accepted draft tokens / base forwards: ANPD's alpha (section 4.5) times K
+    fed_per_token: Figure | None = None  # tokens fed for each emitted token
+    wasted_per_token: Figure | None = None  # of them, those that are neither a root nor accepted
     rates: list[PositionRate] = field(default_factory=list)  # by draft position, up to the last that was ever accepted
-    conventions: dict[str, float] = field(default_factory=dict)  # the acceptance length as other tools count it
+    conventions: dict[str, Figure] = field(default_factory=dict)  # the acceptance length as other tools count it
 
 
 @dataclass(frozen=True)
 class Speed:
     """What the clock says, prefills included: other in every run."""
 
-    seconds: float  # wall time of all answers
-    tokens_per_second: float | None
+    seconds: Figure  # wall time of all answers
+    tokens_per_second: Figure | None
     speedup: Estimate = UNKNOWN  # the baseline's seconds per token by `MedianStepTimes` / the drafter's
-    timing_error: float | None = None  # relative half-width of its interval on these very questions
+    timing_error: Figure | None = None  # relative half-width of its interval on these very questions
     wall: Estimate = UNKNOWN  # the baseline's seconds of wall time per token / the drafter's
-    median_seconds: float | None = None  # of all answers by median step times
-    peak_bytes: int | None = None  # peak of GPU memory, with the base and all drafters of the run
+    median_seconds: Figure | None = None  # of all answers by median step times
+    peak_bytes: Count | None = None  # peak of GPU memory, with the base and all drafters of the run
     # Of `PHASES`, prefill and the rest; together all seconds.
-    phase_seconds: dict[str, float] = field(default_factory=dict)
+    phase_seconds: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def best(self) -> Estimate:
@@ -60,19 +60,19 @@ class Speed:
 class Latency:
     """What clients of a server see: median and 95th percentile of seconds, interpolated linearly."""
 
-    first_token: tuple[float, float] | None  # from a request to the first token of its answer
-    inter_token: tuple[float, float] | None  # between two tokens; None if the server does not say what an event holds
+    first_token: Interval | None  # from a request to the first token of its answer
+    inter_token: Interval | None  # between two tokens; None if the server does not say what an event holds
 
 
 @dataclass(frozen=True)
 class Category:
     """One drafter on the questions of one category, with the figures of `Summary`."""
 
-    questions: int
-    identical: int
-    acceptance: float | None
-    speedup: float | None
-    wall: float | None
+    questions: Count
+    identical: Count
+    acceptance: Figure | None
+    speedup: Figure | None
+    wall: Figure | None
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,22 @@ class Summary:
 
     drafter: str
     baseline: str
-    questions: int
-    identical: int  # questions with the baseline's tokens in every turn
-    first_divergence: tuple[int, int, int] | None  # question id, turn and token position of the first difference
-    tokens: int
+    questions: Count
+    identical: Count  # questions with the baseline's tokens in every turn
+    first_divergence: tuple[int, Count, Count] | None  # question id, turn and token position of the first difference
+    tokens: Count
     acceptance: Acceptance
     speed: Speed
     by_category: dict[str, Category] = field(default_factory=dict)
     by_position: list[LengthRange] = field(default_factory=list)  # by position in the context
-    quality: dict[str, float] = field(default_factory=dict)  # in percent, as the benchmark scores it
+    quality: dict[str, Figure] = field(default_factory=dict)  # in percent, as the benchmark scores it
     reasoning: Reasoning | None = None
-    concurrency: int | None = None  # number of requests at once, if a server was asked
+    concurrency: Count | None = None  # number of requests at once, if a server was asked
     latency: Latency | None = None
+
+    def __post_init__(self) -> None:
+        if not self.identical <= self.questions > 0:
+            raise ValueError(f"{self.identical} of {self.questions} answers cannot be identical")
 
     @property
     def is_baseline(self) -> bool:
@@ -224,7 +228,7 @@ def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
     steps = decode_steps(turns)
     seconds = {phase: sum(step.seconds[index] for step in steps) for index, phase in enumerate(PHASES)}
     seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
-    seconds["other"] = _seconds(turns) - sum(seconds.values())
+    seconds["other"] = max(0.0, _seconds(turns) - sum(seconds.values()))
     return seconds
 
 

@@ -14,6 +14,7 @@ from data.files import hash_of
 from data.tokenizer import find_base
 from drafters.checks import check_at_least
 from inference import drafter_specs
+from inference.evaluate.intervals import Count
 from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.runs import fingerprint
 from inference.timing import machine_name
@@ -82,7 +83,7 @@ class BenchmarkConditions:
     """What a benchmark of an evaluation asks."""
 
     questions: str  # fingerprint of the questions
-    max_new_tokens: int  # of an answer
+    max_new_tokens: Count  # of an answer
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class RunConditions:
     engine: str  # `OWN_LOOP`, or a server and its version
     devices: list[str]  # the device of each process, or the addresses of servers
     machine: str  # name of the GPU or processor
-    threads: int | None  # torch threads of each process
+    threads: Count | None  # torch threads of each process
     versions: dict[str, str]
     template: str
     sampling: SamplingOptions = GREEDY

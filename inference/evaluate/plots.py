@@ -80,7 +80,7 @@ def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
     figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
     ends = dict.fromkeys(summaries, 0.0)
     for phase, colour in PHASE_COLOURS.items():
-        costs = [1000 * max(s.speed.phase_seconds.get(phase, 0.0), 0.0) / max(s.tokens, 1) for s in summaries.values()]
+        costs = [1000 * s.speed.phase_seconds.get(phase, 0.0) / max(s.tokens, 1) for s in summaries.values()]
         axes.barh(range(len(costs)), costs, left=list(ends.values()), color=colour, label=phase, height=0.68)
         ends = {drafter: end + cost for (drafter, end), cost in zip(ends.items(), costs, strict=True)}
     for row, end in enumerate(ends.values()):

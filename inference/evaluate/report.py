@@ -107,7 +107,7 @@ def _compare(folders: Sequence[str], out: str | None, overwrite: bool, formats: 
         text = f"# {escape_markdown(after.name)} compared with {escape_markdown(before.name)}\n\n"
         text += "\n".join(table.markdown() for table in own)
         text += "\n" + "".join(f"- {escape_markdown(line)}\n" for line in notes)
-        write_tables(page, formats or ["md"], text, own, [_flat(row) for row in rows])
+        write_tables(page, formats or ["md"], text, own, rows)
     if only_before or any(each.verdict == "regression" for each in differences):
         sys.exit(1)
 
@@ -157,7 +157,7 @@ def write_tables(
         elif kind == "latex":
             write_text(path, "\n".join(table.latex() for table in own))
         else:
-            frame = pandas.DataFrame(list(rows))
+            frame = pandas.DataFrame([_flat(row, kind == "csv") for row in rows])
             with atomic_write(path) as new:
                 frame.to_csv(new, index=False) if kind == "csv" else frame.to_parquet(new, index=False)
 
@@ -172,15 +172,19 @@ def figures(evaluations: Sequence[EvaluationResults]) -> list[dict[str, Any]]:
         own = {"evaluation": results.name, "base": results.conditions.base, **results.conditions.same()}
         for benchmark, by_drafter in results.summaries.items():
             names = {**own, "benchmark": benchmark, "max_new_tokens": results.cap(benchmark)}
-            rows += [_flat(names | asdict(summary)) for summary in by_drafter.values()]
+            rows += [names | asdict(summary) for summary in by_drafter.values()]
     return rows
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+def _flat(value: Any, is_csv: bool, path: str = "") -> dict[str, Any]:
+    """The figures in a value by their paths; in CSV, no text is a formula of a spreadsheet."""
     if isinstance(value, (list, tuple)):
         ends = ("low", "high") if path.endswith("interval") else range(1, len(value) + 1)
         value = dict(zip(ends, value, strict=True))
     if isinstance(value, dict):
-        parts = [_flat(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
+        parts = [_flat(item, is_csv, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
         return {key: item for part in parts for key, item in part.items()}
-    return {path: safe_line(value) if isinstance(value, str) else value}
+    if isinstance(value, str):
+        is_formula = is_csv and value.lstrip().startswith(("=", "+", "-", "@"))
+        value = "'" * is_formula + safe_line(value)
+    return {safe_line(path): value}

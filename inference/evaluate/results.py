@@ -12,6 +12,7 @@ from data.files import delete_stale, read_json, reading, validated, write_text
 from inference.drafter_specs import split
 from inference.evaluate import answers as answer_files
 from inference.evaluate.answers import Answer
+from inference.evaluate.intervals import Count
 from inference.evaluate.metrics import Summary
 from inference.evaluate.plan import LOSSY, DrafterConditions, RunConditions, differing
 from inference.timing import MachineLoad
@@ -24,12 +25,12 @@ class RunRecord:
     """What happened in an evaluation."""
 
     load: MachineLoad | None = None  # None in a server elsewhere
-    repeats: dict[str, int] = field(default_factory=dict)  # how often every question was decoded, by benchmark
-    starts: int = 1  # of the command, until all answers were there
+    repeats: dict[str, Count] = field(default_factory=dict)  # how often every question was decoded, by benchmark
+    starts: Count = 1  # of the command, until all answers were there
     ran_code: bool = False  # whether the programs in the answers were run, in bubblewrap
     left_out: list[str] = field(default_factory=list)  # one line each
     warnings: list[str] = field(default_factory=list)  # what speaks against the figures, one line each
-    row_multiple: int | None = None  # of bit-identical rows, which are fed in multiples of it
+    row_multiple: Count | None = None  # of bit-identical rows, which are fed in multiples of it
     date: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%d"))
     command: str = field(default_factory=lambda: " ".join(["drafters", *sys.argv[1:]]))
 

@@ -35,7 +35,7 @@ from data.tokenizer import find_base
 from inference.evaluate import metrics, plan
 from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, from_json, to_json
 from inference.evaluate.breakdowns import DraftCounts, PositionRate
-from inference.evaluate.intervals import Estimate, quotient
+from inference.evaluate.intervals import UNKNOWN, Estimate, quotient
 from inference.evaluate.metrics import Acceptance, Latency, Speed, Summary
 from inference.evaluate.plan import BASELINE, DrafterConditions, EvaluationOptions, RunConditions
 from inference.journal import Journal
@@ -410,7 +410,7 @@ def measure_acceptance(counts: Counts | None, num_texts: int, num_tokens: int) -
     at = [number for name, number in sorted((counts or {}).items()) if name.startswith("accepted_tokens_per_pos")]
     is_possible = min([drafting, drafted, accepted, *at]) >= 0 and accepted <= drafted and max([0, *at]) <= drafting
     if counts is None or not is_possible:  # as after a restart of the server
-        return Acceptance()
+        return Acceptance(UNKNOWN)
     emitted = num_tokens - num_texts
     steps = max(drafting, emitted - accepted)
     drafts = DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed=steps + drafted)

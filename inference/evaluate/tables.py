@@ -22,6 +22,8 @@ from inference.evaluate.results import EvaluationResults, Summaries
 COUNTING_RULE = (
     "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."
 )
+LATEX = {ord(character): f"\\{character}" for character in "#$%&_{}"}
+LATEX |= {ord("\\"): r"\textbackslash{}", ord("^"): r"\textasciicircum{}", ord("~"): r"\textasciitilde{}"}
 MAX_POSITIONS = 8  # of the table of draft tokens
 MAX_TERMINAL_COLUMNS = 7  # side by side in one table
 
@@ -85,8 +87,10 @@ class Table:
         rows = [
             [f"{c} ({s})" if (s := row.small.get(at)) else c for at, c in enumerate(row.cells)] for row in self.rows
         ]
-        frame = pandas.DataFrame([list(map(safe_line, row)) for row in rows], columns=self.headings)
-        return str(frame.to_latex(index=False, escape=True, caption=safe_line(self.title) or None))
+        headings, *cells = (list(map(safe_line, row)) for row in [self.headings, *rows])
+        caption = safe_line(self.title).translate(LATEX)  # which pandas does not escape
+        frame = pandas.DataFrame(cells, columns=headings)
+        return str(frame.to_latex(index=False, escape=True, caption=caption or None))
 
 
 def number(value: float | None, places: int = 2, unit: str = "") -> str:

@@ -63,6 +63,9 @@ def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
     [
         ("token_ids", [["x"], [1]]),
         ("wall_time", ["soon", 1.0]),
+        ("wall_time", [-1.0, 1.0]),
+        ("wall_time", [True, 1.0]),
+        ("prompt_tokens", [-1, 1]),
         ("steps", [[[1] * 3], []]),
         ("steps", [[[-1] * 11], []]),
         ("ended", [True]),

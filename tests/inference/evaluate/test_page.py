@@ -272,11 +272,23 @@ def test_every_format_has_the_same_figures(make_folder, tmp_path, no_plots):
 
 
 def test_tables_hold_hostile_names_as_text(tmp_path):
-    row = tables.Row(["a_b\n50% \\input{x} $y$ #~^&\x1b", "1.0"])
-    latex = tables.Table("", ["name", "value"], [row]).latex()
-    assert r"a\_b 50\% \textbackslash input\{x\} \$y\$ \#\textasciitilde \textasciicircum \&␛ & 1.0" in latex
-    write_tables(tmp_path / "t.html", ["csv"], "", [], [{"name": 'a,"b', "value": None}])
-    assert (tmp_path / "t.csv").read_text().splitlines() == ["name,value", '"a,""b",']
+    import pandas
+
+    hostile, row = "a_b\n50% \\input{x} $y$ #~^&\x1b", tables.Row(["a_b\n50% \\input{x} $y$ #~^&\x1b", "1.0"])
+    latex = tables.Table(hostile, ["name", hostile], [row]).latex()
+    escaped = r"a\_b 50\% \textbackslash input\{x\} \$y\$ \#\textasciitilde \textasciicircum \&␛"
+    assert f"{escaped} & 1.0" in latex and f"name & {escaped}" in latex
+    caption = r"a\_b 50\% \textbackslash{}input\{x\} \$y\$ \#\textasciitilde{}\textasciicircum{}\&␛"
+    assert rf"\caption{{{caption}}}" in latex and "\x1b" not in latex and r"\input" not in latex
+    rows = [
+        {"name": 'a,"b', "value": None, "x\n\x1b": text, "n": -1.5} for text in ("=1+1", " @f", "-x\x9b", "+1", "a=b")
+    ]
+    write_tables(tmp_path / "t.html", ["csv", "parquet"], "", [], rows)
+    with (tmp_path / "t.csv").open(newline="") as file:
+        read_back = list(csv.DictReader(file))
+    assert [each["x ␛"] for each in read_back] == ["'=1+1", "' @f", "'-x\ufffd", "'+1", "a=b"]
+    assert {(each["name"], each["value"], each["n"]) for each in read_back} == {('a,"b', "", "-1.5")}
+    assert pandas.read_parquet(tmp_path / "t.parquet")["x ␛"][0] == "=1+1", "which is no spreadsheet's"
 
 
 def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(make, answers, tmp_path, capsys):

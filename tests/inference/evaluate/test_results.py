@@ -1,6 +1,8 @@
 """The folders of evaluations: written, read back, and merged where they may be compared."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +38,44 @@ def test_drafters_whose_names_are_alike_have_files_of_their_own_and_old_files_go
     files = (tmp_path / "answers" / "mt_bench").iterdir()
     assert sorted(answer_files.read(file)[0].drafter for file in files) == sorted([*names, "none"])
     assert not stale.exists() and kept.exists()
+
+
+SUMMARY = ("results", "mt_bench", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((*SUMMARY, "tokens"), -1),
+        ((*SUMMARY, "tokens"), True),
+        ((*SUMMARY, "questions"), 0),
+        ((*SUMMARY, "identical"), 5),
+        ((*SUMMARY, "first_divergence"), [1, -1, 0]),
+        ((*SUMMARY, "acceptance", "length"), None),
+        ((*SUMMARY, "acceptance", "length"), {}),
+        ((*SUMMARY, "acceptance", "length", "interval"), True),
+        ((*SUMMARY, "acceptance", "length", "interval"), [True, True]),
+        ((*SUMMARY, "acceptance", "rates", 0, "rate", "value"), -0.5),
+        ((*SUMMARY, "acceptance", "conventions", "block efficiency (Ouroboros)"), "3"),
+        ((*SUMMARY, "speed", "speedup", "interval"), [1, float("nan")]),
+        ((*SUMMARY, "speed", "phase_seconds", "propose"), float("inf")),
+        ((*SUMMARY, "by_category", "kind 1", "questions"), -3),
+        (("conditions", "benchmarks", "mt_bench", "max_new_tokens"), -9),
+        (("run", "starts"), True),
+    ],
+)
+def test_figures_that_no_evaluation_can_have_are_refused_by_name(make_folder, path, value):
+    file = Path(make_folder("a")) / "results.json"
+    content = json.loads(file.read_text())
+    place = content
+    for key in path[:-1]:
+        place = place[key]
+    assert path[-1] in place
+    place[path[-1]] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"results.json: .*; run this version's `drafters eval` again") as error:
+        read(file.parent)
+    assert f"{path[-1]}" in str(error.value) or "answers cannot be identical" in str(error.value)
 
 
 def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(make_folder):

@@ -134,7 +134,10 @@ def tune(
     impossible = [f"{shown(each['options'])}: {each['error']}" for each in trials if "error" in each]
     for note in [*(note for each in selected for note in each.notes()), *impossible]:
         console.print(f"left out: {note}", style="yellow", markup=False)
-    console.print(f"--drafter {best}", markup=False)
+    found, own = f"--drafter {best}", trials[0]["measured"][search.objective]
+    if search.objective == "speedup" and own < 1:
+        found = f"no setting is faster than the base alone: {best}, the best, decodes at {own:.3g} times its speed"
+    console.print(found, markup=False)
 
 
 # ---- the space

@@ -131,7 +131,28 @@ def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder
     again = run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
     assert again == results, "nothing is measured again"
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1] == f"--drafter {results['best']}" and "the 4 best trials by speed-up" in shown
+    assert results["best"] in shown.splitlines()[-1] and "the 4 best trials by speed-up" in shown
+
+
+@pytest.mark.parametrize(
+    ("objective", "factor", "last"),
+    [
+        (
+            "speedup",
+            0.5,
+            "no setting is faster than the base alone: anpd:order=2, the best, decodes at 0.5 times its speed",
+        ),
+        ("speedup", 1.5, "--drafter anpd:order=2"),
+        ("acceptance_length", 0.5, "--drafter anpd:order=2"),  # the base alone is not measured
+    ],
+)
+def test_a_setting_is_recommended_unless_the_base_alone_is_faster(
+    objective, factor, last, folder, tmp_path, capsys, monkeypatch
+):
+    speeds = iter([factor, 1.0, factor, 1.0])  # of the drafter and of the base alone
+    monkeypatch.setattr(tune, "speed", lambda texts: next(speeds))
+    run(folder, tmp_path, "anpd", "order=2", objective=objective, more=["--limit", "1"])
+    assert capsys.readouterr().out.splitlines()[-1] == last
 
 
 @pytest.mark.slow

@@ -160,7 +160,8 @@ def _typed(parts: Spec, defaults: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in parts.pairs:
         if key not in defaults or not value:
             given = f"{key}={value}" if value else key
-            raise ValueError(f"{parts.name} takes {', '.join(defaults) or 'no arguments'}; not {given!r}")
+            wrong = f"{key} has no value" if key in defaults else f"not {given!r}"
+            raise ValueError(f"{parts.name} takes {', '.join(defaults) or 'no arguments'}; {wrong}")
         values[key] = _value(key, value, type(defaults[key]))
     return values
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich import progress
 
-from data.files import SafeConsole
+from data.files import SafeConsole, safe_line
 
 SECONDS_PER_LOG_LINE = 60.0
 BLOCK_BYTES, NUM_BLOCKS = 1 << 16, 16  # what is hashed of each file, spread evenly from its beginning to its end
@@ -67,42 +67,54 @@ def fingerprint(name: str | Path | None) -> str:
 # ---- progress
 
 
+class LoggedProgress(progress.Progress):
+    """Rich progress bars; where no terminal shows them, as in a pipe, a line on standard error once a minute."""
+
+    def advance(self, task_id: progress.TaskID, advance: float = 1) -> None:
+        """Advance a task. The line ends with its field ``rate``, if it has one, instead of the time left."""
+        super().advance(task_id, advance)
+        task, now = self._tasks[task_id], self.get_time()
+        if self.disable and now - task.fields.get("logged", task.start_time or 0) >= SECONDS_PER_LOG_LINE:
+            task.fields["logged"] = now
+            left = "?" if task.time_remaining is None else timedelta(seconds=task.time_remaining)
+            rest = task.fields.get("rate") or f"{left} left"
+            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}, {rest}"
+            print(safe_line(line), file=sys.stderr, flush=True)
+
+
 def progress_bars(
-    done: ProgressColumn | None = None, rest: ProgressColumn | None = None, transient: bool = False
-) -> Progress:
-    """Rich progress bars with a description, the amount done and the time left; nothing if stderr is no terminal.
+    done: progress.ProgressColumn | None = None, rest: progress.ProgressColumn | None = None, transient: bool = False
+) -> LoggedProgress:
+    """Progress bars with a description, the amount done and the time left; in a pipe, a line once a minute.
 
     To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Other columns
     may show the amount done, by default items of a total, and the rest; transient bars disappear when they are done.
     """
-    title = TextColumn("{task.description}", markup=False)
-    columns = title, BarColumn(), done or MofNCompleteColumn(), rest or TimeRemainingColumn()
-    is_hidden = not sys.stderr.isatty()
-    return Progress(*columns, console=SafeConsole(stderr=True), transient=transient, disable=is_hidden)
+    title = progress.TextColumn("{task.description}", markup=False)
+    columns = title, progress.BarColumn(), done or progress.MofNCompleteColumn(), rest or progress.TimeRemainingColumn()
+    console, is_hidden, clock = SafeConsole(stderr=True), not sys.stderr.isatty(), time.monotonic
+    return LoggedProgress(
+        *columns, console=console, transient=transient, disable=is_hidden, speed_estimate_period=600, get_time=clock
+    )
 
 
 @contextmanager
 def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Show how many answers are done, the tokens per second and the time left; in a log, as a line once a minute.
+    """Show how many answers are done, the tokens per second and the time left.
 
     Yields a function to call with the number of answers that are done, how many of these were written now rather than
     read from a journal, and the number of tokens that were written now. There are ``total`` answers.
     """
-    is_terminal = sys.stderr.isatty()
-    with progress_bars(rest=TextColumn("{task.fields[rate]}", markup=False)) as bars:
-        task = bars.add_task(title, total=total, rate="")
-        start = last_line = time.monotonic()
+    with progress_bars(rest=progress.TextColumn("{task.fields[rate]}", markup=False)) as bars:
+        task, start = bars.add_task(title, total=total, rate=""), time.monotonic()
         done = new = tokens = 0
 
         def advance(num_done: int, num_new: int, num_tokens: int) -> None:
-            nonlocal done, new, tokens, last_line
+            nonlocal done, new, tokens
             done, new, tokens = done + num_done, new + num_new, tokens + num_tokens
-            now = time.monotonic()
-            left = timedelta(seconds=round((total - done) * (now - start) / new)) if new else "?"
-            rate = f"{tokens / max(now - start, 1e-9):,.0f} tokens/s, {left} left"
-            bars.update(task, completed=done, rate=rate)
-            if not is_terminal and now - last_line >= SECONDS_PER_LOG_LINE:
-                last_line = now
-                print(f"{title}: {done:,} of {total:,}, {rate}", file=sys.stderr, flush=True)
+            seconds = time.monotonic() - start
+            left = timedelta(seconds=round((total - done) * seconds / new)) if new else "?"
+            bars.update(task, rate=f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {left} left")
+            bars.advance(task, num_done)
 
         yield advance

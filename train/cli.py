@@ -4,6 +4,7 @@ Nothing heavy is imported before a command is known, so that the lists of comman
 """
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -160,10 +161,20 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
     try:
         values = vars(parser.parse_args(spelled_out(args, COMMANDS[name].positional, lists, flags)))
     except ArgumentError as error:
-        raise ValueError(f"{error} (drafters {name} --help lists the arguments)") from error
+        raise ValueError(f"{in_words(str(error))} (drafters {name} --help lists the arguments)") from error
     if values.get("out") == "":
         raise ValueError("--out has an empty name: name a file or folder")
     return function, grouped(function, values)
+
+
+def in_words(message: str) -> str:
+    """What jsonargparse says of a value of another type, in few words; any other message as it is."""
+    kinds = re.findall(r"Expected an? (?:<class '(?!NoneType)(\w+)|typing\.Literal\[(.+?)\])", message)
+    if not (
+        kinds and (found := re.search(r'Parser key "(.+?)".*(?:Given value:|Got value:) (.*)', message, re.DOTALL))
+    ):
+        return message
+    return f"{found[1]} must be {' or '.join(name or values for name, values in kinds)}, not {found[2]}"
 
 
 def spelled_out(

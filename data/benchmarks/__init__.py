@@ -1,14 +1,14 @@
 """The benchmarks of the papers and the project's own: a file has the rows, the prompts and the score of a family."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 from data.benchmarks import dialogue, mathematics, programs, texts
 from data.benchmarks.question import Benchmark, Question, Run, Style
-from data.files import MALFORMED, open_bytes, reading
+from data.files import MALFORMED, cause_of, check_encodable, open_bytes, reading
 from data.sources import Rows, read_rows
 
 BENCHMARKS = dialogue.BENCHMARKS | mathematics.BENCHMARKS | programs.BENCHMARKS | texts.BENCHMARKS
@@ -44,7 +44,7 @@ def load_questions(name: str, questions: str | None = None) -> list[Question]:
     files = [file for file in files if file]
     num_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
     if len(files) > num_files + bool(style.num_shots) or 0 < len(files) < num_files:
-        raise ValueError(f"{questions}: {len(files)} files are too many or too few for {name}")
+        raise ValueError(f"{questions}: no such file, and {len(files)} files, which commas separate, do not fit {name}")
     if num_files > 1:
         rows = _parallel_rows(files[:num_files], benchmark.parallel)
     else:
@@ -67,7 +67,8 @@ def load_questions(name: str, questions: str | None = None) -> list[Question]:
 
 def _rows(name: str, source: str | None) -> Rows:
     """Yield the rows of a source with their places, which begin with the source."""
-    download = f"download {find_benchmark(name)[0].download} and give that file"
+    place = find_benchmark(name)[0].download
+    download = f"download {place} and give that file" if place else f"write {name}=FILE"
     if source == "embedded":
         from data import embedded
 
@@ -102,10 +103,13 @@ def _read(name: str, rows: Rows, ids: range | None) -> list[Question]:
         if isinstance(row, ValueError):
             raise ValueError(f"{place}: {row}; repair or download the file again") from row
         try:
-            question = benchmark.read(row, index)  # type: ignore[arg-type]
+            if not isinstance(row, Mapping):
+                raise TypeError(f"a {type(row).__name__} instead of an object")
+            question = benchmark.read(row, index)
+            check_encodable(question.as_dict())
         except MALFORMED as error:
             raise ValueError(
-                f"{place}: not a question of {name}, expected the fields {benchmark.fields} ({error!r})"
+                f"{place}: not a question of {name}, expected the fields {benchmark.fields} ({cause_of(error)})"
             ) from error
         if ids is None or question.question_id in ids:
             if question.question_id in loaded:

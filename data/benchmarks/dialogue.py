@@ -60,7 +60,7 @@ def read_any(row: Mapping, index: int) -> Question:
     asked = [each for each in rounds if not (isinstance(each, Mapping) and each.get("role", "user") != "user")]
     turns = tuple(text(each, "content") if isinstance(each, Mapping) else each for each in asked)
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise ValueError("turns is not a list of texts")
+        raise ValueError("turns is not a list of texts of the user")
     if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
         raise ValueError("its text has to be fetched first by SPEED-Bench's own script, prepare_data.py")
     number = row.get("question_id")
@@ -70,7 +70,7 @@ def read_any(row: Mapping, index: int) -> Question:
         raise ValueError("system is not a text")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
-    return Question(own_id, str(row.get("category") or "all"), turns, system=system, tools=tuple(tools))
+    return Question(own_id, str(row.get("category") or "no category"), turns, system=system, tools=tuple(tools))
 
 
 def read_instruction(row: Mapping, index: int) -> Question:
@@ -128,6 +128,6 @@ BENCHMARKS = {
         read_any,
         max_new_tokens=1024,
     ),
-    "file": Benchmark(None, "nothing, give any file of questions", "turns", read_any, max_new_tokens=512),
+    "file": Benchmark(None, "", "turns", read_any, max_new_tokens=512),
     "embedded": Benchmark("embedded", "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
 }

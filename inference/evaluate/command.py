@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from data.benchmarks import Question, find_benchmark, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks, with_date
@@ -25,7 +23,7 @@ from inference.evaluate.report import figures, write_tables
 from inference.evaluate.results import EvaluationResults, Run, RunRecord, write
 from inference.journal import Journal
 from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_marks
-from inference.runs import folder_above, progress_bars
+from inference.runs import LoggedProgress, folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
 
@@ -101,7 +99,7 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
 
 
 @contextmanager
-def _place(folder: Path | None, overwrite: bool) -> Iterator[tuple[Path, Progress]]:
+def _place(folder: Path | None, overwrite: bool) -> Iterator[tuple[Path, LoggedProgress]]:
     """The folder of the journals, which is a temporary one if no results are kept, and progress bars.
 
     Journals that are replaced are set aside until the first new answer is on the disk, and come back without one.

@@ -21,13 +21,47 @@ def test_a_bar_shows_what_is_done_on_a_terminal_only(capsys, monkeypatch, done, 
         assert captured.out == ""
 
 
-def test_a_log_has_a_line_with_the_rate_once_a_minute(capsys, monkeypatch):
-    clock = iter([0.0, 30.0, 60.0, 90.0])
-    monkeypatch.setattr(runs.time, "monotonic", lambda: next(clock))
+@pytest.fixture
+def tick(monkeypatch):
+    """Let seconds pass for the clock of progress bars."""
+    now = 0.0
+
+    def tick(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now)
+    return tick
+
+
+def test_a_log_has_a_line_with_the_rate_once_a_minute(capsys, tick):
     with throughput_bar("regenerate", 10) as advance:
         for _ in range(3):
+            tick(30)
             advance(1, 1, 600)
     assert capsys.readouterr().err == "regenerate: 2 of 10, 20 tokens/s, 0:04:00 left\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_every_bar_is_a_line_once_a_minute_where_there_is_no_terminal(capsys, monkeypatch, tick, is_terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    with progress_bars(transient=True) as bars:
+        task = bars.add_task("mt_bench\x1b", total=1200)
+        for _ in range(1200):
+            tick(0.125)
+            bars.advance(task)
+        rest = bars.add_task("others", total=4, rate="loss 1.25")
+        for seconds in (59, 1, 0, 60):
+            tick(seconds)
+            bars.advance(rest)
+    lines = [
+        "mt_bench␛: 480 of 1,200, 0:01:30 left",
+        "mt_bench␛: 960 of 1,200, 0:00:30 left",
+        "others: 2 of 4, loss 1.25",
+        "others: 4 of 4, loss 1.25",
+    ]
+    err = capsys.readouterr().err
+    assert "480 of" not in err if is_terminal else err.splitlines() == lines
 
 
 def test_a_copy_has_the_same_fingerprint_and_a_drafter_that_was_trained_again_another_one(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from tests.conftest import refusal
 from train.cli import (
     COMMANDS,
     CONFIGS,
@@ -102,6 +103,23 @@ def test_arguments_are_spelled_out_for_jsonargparse(args, expected):
 def test_the_last_positional_argument_may_be_a_list():
     spelled = ["--folders+=a", "--folders+=b", "--out=c"]
     assert spelled_out(["a", "b", "--out", "c"], ["folders"], {"folders"}, ()) == spelled
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--limit 1.5", "limit must be int, not 1.5"),
+        ("--repeats x", "repeats must be int or 'auto', not x"),
+        ("--concurrency 1.5", "concurrency must be int, not 1.5"),
+        ("--dtype half", "dtype must be 'float32', 'bfloat16', 'float16', 'int8', 'nf4', not half"),
+        ("--temperature hot", "temperature must be float, not hot"),
+        ("--overwrite=maybe", "overwrite must be bool, not maybe"),
+        ("--frob 3", "unrecognized arguments: --frob=3"),
+        ("--limit", "argument --limit: expected one argument"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_words(words, said):
+    assert refusal(parse, "eval", words.split()) == f"{said} (drafters eval --help lists the arguments)"
 
 
 def test_options_of_a_group_are_flat_on_the_command_line_and_lists_are_repeated_or_in_brackets():

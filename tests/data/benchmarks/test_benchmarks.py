@@ -93,6 +93,27 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
         ("cnn_dm", [{"docs": [], "result": {"text": "a"}}], "line 1: not a question of cnn_dm"),
         ("aime25", [{"problem": "a", "answer": True}], "line 1.*answer is neither a text nor an integer"),
         ("file", [{"turns": ["a"]}, {"turns": [{"content": 5}]}], "line 2.*content is not a text"),
+        ("file", [{"turns": [{"content": None}]}], "line 1.*content is not a text"),
+        ("file", [{"turns": [{"role": "user"}]}], "line 1.*no 'content'"),
+        ("file", [[{"role": "user"}]], "line 1.*a list instead of an object"),
+        ("file", ["null"], "line 1.*a NoneType instead of an object"),
+        ("file", [{"turns": [{"role": "assistant", "content": "a"}]}], "line 1.*not a list of texts of the user"),
+        *(
+            (name, [{**MT_BENCH[0], "turns": turns}], "line 1: not a question of .*turns is not a list")
+            for name in ("file", "mt_bench", "spec_bench", "speed_bench", "alpaca")
+            for turns in (["a", None], None, [["a"]])
+        ),
+        *(
+            (name, [row | {key: value}], r"line 1: .*half of a character \(\\ud83d, of a surrogate pair")
+            for name, row, key, value in (
+                ("file", MT_BENCH[0], "turns", ["Smile \ud83d"]),
+                ("file", MT_BENCH[0], "system", "\ud83d"),
+                ("file", MT_BENCH[0], "tools", [{"name": "a\ud83d"}]),
+                ("mt_bench", MT_BENCH[0], "category", "\ud83d"),
+                ("gsm8k", GSM8K[0], "answer", "\ud83d 5"),
+                ("humaneval", HUMANEVAL[0], "prompt", "\ud83d"),
+            )
+        ),
         ("file", [MT_BENCH[0], MT_BENCH[0]], "line 2: the question_id 81 is there twice"),
         (
             "speed_bench",
@@ -170,7 +191,7 @@ def test_a_parquet_file_has_the_same_questions_as_a_jsonl_file(write, tmp_path):
     rows = [*SPEED, SPEED[0] | {"question_id": "x", "category": None, "turns": ["a", "b"]}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
     questions = load_questions("speed_bench", str(tmp_path / "test.parquet"))
-    assert questions == load_questions("speed_bench", write(rows)) and questions[-1].category == "all"
+    assert questions == load_questions("speed_bench", write(rows)) and questions[-1].category == "no category"
 
 
 def test_mathematics_is_asked_with_a_box_whether_or_not_the_file_contains_the_request(write):
@@ -190,7 +211,7 @@ def test_any_file_of_turns_is_read(write):
     ]
     assert load_questions("file", write(rows)) == [
         Question(7, "c", ("a", "b")),
-        Question(1, "all", ("d", "f")),
+        Question(1, "no category", ("d", "f")),
         Question(2, "hard", ("g",)),
     ]
     assert load_questions("arena_hard", write(rows)) == load_questions("file", write(rows))
@@ -274,9 +295,12 @@ def test_mbpp_examples_come_from_its_prompt_split(write):
     [
         ("gsm8k:shots", "{0}", r"gsm8k:shots shows examples of the train split: give .*,TRAIN_FILE"),
         ("gsm8k:shots", "{0},{0}", "shows 8 examples, but the files hold only 4"),
-        ("gsm8k", "{0},{0}", "2 files are too many or too few for gsm8k"),
+        ("gsm8k", "{0},{0}", "rows.jsonl: no such file, and 2 files, which commas separate, do not fit gsm8k"),
         ("gsm8k:five", "{0}", "gsm8k has no prompt style 'five'; choose one of: plain, ctc, shots"),
         ("mt_bench:ctc", "{0}", "choose one of: plain"),
+        ("file", "a, missing.jsonl", "^a, missing.jsonl: no such file, and 2 files, which commas separate, do not fit"),
+        ("wmt16", "{0},missing.txt", "^missing.txt: no such file"),
+        ("file", "", "^file has no copy on the hub; write file=FILE$"),
     ],
 )
 def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason):

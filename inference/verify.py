@@ -21,9 +21,8 @@ from inference import drafter_specs
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
-from inference.verifier.check import unwrap
 from inference.verifier.compiled import make_runner
-from inference.verifier.layers import takes_argument
+from inference.verifier.layers import takes_argument, unwrap
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix

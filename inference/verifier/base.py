@@ -23,8 +23,7 @@ from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_rev
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.timing import processor_name
-from inference.verifier.check import unwrap
-from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
+from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]

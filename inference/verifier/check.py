@@ -18,7 +18,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree, Growth
 from inference.verifier.attention import attention_spans, longrope_border
 from inference.verifier.bitwise import BLOCK, EAGER, MAX_DEPTH
-from inference.verifier.layers import takes_argument
+from inference.verifier.layers import takes_argument, unwrap
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -70,11 +70,6 @@ def is_random(module: Any) -> bool:
     found = (value for name, value in vars(module).items() if RANDOM.search(f"{type(module).__name__} {name}"))
     numbers = (number for value in found for number in (value.values() if isinstance(value, dict) else [value]))
     return module.training and any(type(number) is float and number > 0 for number in numbers)
-
-
-def unwrap(model: Any) -> Any:
-    """Return the model of transformers inside a model of peft; other models are returned as they are."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def model_state(model: Any) -> int:

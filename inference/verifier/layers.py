@@ -39,6 +39,11 @@ def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator
         yield states
 
 
+def unwrap(model: Any) -> Any:
+    """Return the model of transformers inside a model of peft; other models are returned as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @lru_cache
 def takes_argument(model_class: type[nn.Module], name: str) -> bool:
     """Whether the forward of a class of models has an argument of this name, or passes it on to a parent class."""

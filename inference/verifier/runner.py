@@ -13,8 +13,8 @@ from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base, keep_freed_memory
 from inference.verifier.bitwise import MAX_DEPTH
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import check_config, check_once, model_state, row_multiple, unwrap
-from inference.verifier.layers import compute_hidden_states, run_base
+from inference.verifier.check import check_config, check_once, model_state, row_multiple
+from inference.verifier.layers import compute_hidden_states, run_base, unwrap
 
 
 @dataclass(frozen=True)

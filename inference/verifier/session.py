@@ -265,10 +265,7 @@ def common_prefix(text: Sequence[object], other: Sequence[object], num_known: in
 
 
 def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """Raise ValueError if the prompt is empty, does not fit into the context or has a token that the base cannot read.
-
-    Or if ``max_new_tokens`` is below 1.
-    """
+    """Raise ValueError if a prompt is empty, too long or has a token unknown to the base, or asks for no new token."""
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")
     if max_new_tokens < 1:
@@ -288,7 +285,6 @@ def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens:
 
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
     """Raise ValueError if a token lies outside the vocabulary, as from a damaged corpus or datastore."""
-    if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
-        token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
+    if (token := next((token for token in tree.tokens if not 0 <= token < vocab_size), None)) is not None:
         known = f"tokens 0 to {vocab_size - 1}"
         raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file without it")

@@ -44,9 +44,9 @@ class TrunkOptions:
         num_layers: Number of decoder layers in the trunk.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state.
-        tokens_in_context: Fuse the embedding of each position's own token with its hidden states, of which late layers
-            keep little. Of two small bases, drafters of one accepted 3 to 6 % more with it. It cannot be exported to
-            vLLM's own format.
+        tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
+            keep little of it. Drafters accepted 3 to 6 % more with it on one of two small bases. It cannot be exported
+            to vLLM's own format.
         root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         lookup: Let each frame read the token in its place behind the longest earlier match of the text's last tokens

@@ -15,8 +15,8 @@ class SharedDivisor:
     them more weight. Every loss is therefore divided by the mean number of anchors per process, so that the mean of
     the processes' gradients is the gradient of one large batch. When gradients are accumulated over several batches,
     each batch is weighted by its number of anchors, and the gradients are divided by the total after the last batch.
-    If a loss has several terms with different counts, like Medusa's heads, the first count gives the weight. ``add_up``
-    sums a tensor over all processes.
+    Some losses have several terms, such as one for each of Medusa's heads, and fewer anchors count in later terms. Such
+    a batch is weighted by the number of anchors in its first term. ``add_up`` sums a tensor over all processes.
     """
 
     def __init__(self, add_up: Callable[[Tensor], Tensor], num_processes: int) -> None:

@@ -8,7 +8,11 @@ from drafters.protocol import BaseWeights
 
 
 class _Exponentials(torch.autograd.Function):
-    """Overwrites the logits, then in the backward pass the exponentials: one (a, T, V) is alive instead of four."""
+    """Exponentials of logits, computed in place to save memory.
+
+    The forward pass overwrites the logits with their exponentials, and the backward pass overwrites those with the
+    gradient. So there is one tensor (A, T, V) at a time instead of four.
+    """
 
     @staticmethod
     def forward(ctx, logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,7 +85,7 @@ def index(
         if not len(arrays[0]):
             raise ValueError(
                 f"no {1 + NUM_FOLLOWING} tokens in a row occur {min_count} times in {num_tokens} tokens: "
-                "give more text, or a smaller --min-count"
+                "give more text, or a smaller --min_count"
             )
         CorpusTable(*arrays, tokenizer_hash(loaded), min_count, num_tokens, sources).save(path)
         print(f"wrote {out}: {len(arrays[2])} n-grams of {len(arrays[0])} contexts from {num_tokens} tokens")

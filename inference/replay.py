@@ -91,7 +91,7 @@ def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: s
                     ended = not size == cap == len(tokens)
                     tokens += [base.tokenizer.eos_token_id] * ended
                 if size > cap or not fits:
-                    raise ValueError("other lengths: pass its --tokenizer, --template and --max-new-tokens")
+                    raise ValueError("other lengths: pass its --tokenizer, --template and --max_new_tokens")
                 yield question, prompt, tokens if len(tokens) == size else [], ended
 
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from functools import cache, lru_cache
 
-INSTALL = "install bubblewrap (apt-get install bubblewrap), or leave out --run-code"
+INSTALL = "install bubblewrap (apt-get install bubblewrap), or leave out --run_code"
 SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 TMP_BYTES = 1 << 26
 LIMITS = {"RLIMIT_AS": 1 << 30, "RLIMIT_FSIZE": 1 << 24, "RLIMIT_NPROC": 16, "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0}

@@ -156,7 +156,7 @@ def features(
     if max_length > loaded.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
-            f"pass --max-length {loaded.context_length} or less"
+            f"pass --max_length {loaded.context_length} or less"
         )
     numbers = parse_layers(layers, with_last, loaded.shape.num_layers)
     conversations, dropped = load_conversations(files, limit)

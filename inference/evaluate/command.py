@@ -68,7 +68,7 @@ def evaluate(
     to_text: Any = base.tokenizer.decode
     finish(results, Path(out) if out else None, to_text)
     if has_programs and not options.run_code:
-        print("pass@1 was not measured: --run-code runs the programs in the answers.")
+        print("pass@1 was not measured: --run_code runs the programs in the answers.")
     for package in {needs_package(name) for name in questions} - {""}:
         print(f"The answers were not scored: that needs {package}, pip install 'ctc-drafters[maths]'.")
     if out:

@@ -64,7 +64,7 @@ class LocalAnswerer:
             if len(requests) == 1:
                 raise ValueError(
                     f"not enough memory for one prompt of {len(requests[0].prompt)} tokens and an answer of "
-                    f"{limits[0]}: give a smaller --max-length or another --dtype"
+                    f"{limits[0]}: give a smaller --max_length or another --dtype"
                 ) from error
         torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
         half = len(requests) // 2

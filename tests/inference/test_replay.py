@@ -137,7 +137,7 @@ def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(files, caps
         (line(), "line 1: no 'new_tokens'; it is no recorded answer to --questions"),
         (line(token_ids=[[3]], ended=[True], prompt_tokens=[6]), "other lengths: pass its --tokenizer, --template"),
         (line(new_tokens=[9], idxs=[8]), "none of 1 turns can be replayed"),
-        (line(new_tokens=[600], idxs=[8]), "--max-new-tokens"),
+        (line(new_tokens=[600], idxs=[8]), "--max_new_tokens"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(files, recorded_base, line, said):

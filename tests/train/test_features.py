@@ -175,7 +175,7 @@ def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(c
         ({"base": "other"}, "another base"),
         ({"out": "full"}, "holds other files: give another --out"),
         ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
-        ({"max_length": 4096}, "ends at 512: pass --max-length 512 or less"),
+        ({"max_length": 4096}, "ends at 512: pass --max_length 512 or less"),
         ({"batch_size": 0}, "must be positive"),
         ({"out": "empty", "room": 1000}, "has 1.0 kB left: make room, or pass --dtype int8"),
     ],

@@ -214,8 +214,8 @@ def test_no_ctc_drafter_and_no_mask_token_of_texts_is_exported(call, trained, ba
     assert "CTC has no vllm format (no engine applies a CTC collapse)" in refusal(trained.ckpt)
     (tmp_path / "block").mkdir()
     checkpoint.save(tmp_path / "block", *build(*KINDS["block"], base))
-    assert "--mask-token-id is missing" in refusal(tmp_path / "block")
+    assert "--mask_token_id is missing" in refusal(tmp_path / "block")
     for token in (base.tokenizer.eos_token_id, 50, V, -1):
         said = refusal(tmp_path / "block", "--mask-token-id", token)
-        assert f"--mask-token-id {token} is a token of texts" in said
+        assert f"--mask_token_id {token} is a token of texts" in said
     assert not (tmp_path / "a").exists()

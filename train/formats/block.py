@@ -41,7 +41,7 @@ def check_mask_token(mask_token_id: int | None, base: Base) -> int:
         examples = ", ".join(f"{token} ({name})" for token, name in sorted(free.items())[:4])
         problem = "is missing" if mask_token_id is None else f"{mask_token_id} is a token of texts or none at all"
         raise ValueError(
-            f"--mask-token-id {problem}: masked frames take the embedding of a token that {base.name} never writes, "
+            f"--mask_token_id {problem}: masked frames take the embedding of a token that {base.name} never writes, "
             f"such as {examples or 'none of this tokenizer'}"
         )
     return mask_token_id

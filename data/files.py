@@ -118,15 +118,12 @@ def check_encodable(value: object) -> None:
         raise ValueError("a text holds half of a character (a lone surrogate), which no tokenizer encodes") from error
 
 
-REMEDIES = {errno.ENAMETOOLONG: "give a shorter name"}
-REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "give another place")
-
-
 def explained(error: BaseException) -> str:
     """What an error says to a user: one of the system names its file first, and ends with what to do."""
     if not isinstance(error, OSError) or not error.filename:
         return str(error)
-    return "; ".join(filter(None, [f"{error.filename}: {cause_of(error)}", REMEDIES.get(error.errno or 0)]))
+    remedies = {errno.ENOENT: "", errno.ENAMETOOLONG: "; give a shorter name"}
+    return f"{error.filename}: {cause_of(error)}{remedies.get(error.errno or 0, '; give another place')}"
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -188,14 +185,11 @@ def write_text(path: str | Path, text: str) -> None:
         new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-WRITTEN = ".written.json"  # the list of a folder's files that are ours
-
-
 def delete_stale(folder: Path, names: Collection[str]) -> None:
     """List the files that a command has written into a folder, and delete those of the list before; no others."""
-    manifest = folder / WRITTEN
+    manifest = folder / ".written.json"
     with reading(manifest, "delete it"):
-        before = validated(list[str], read_json(manifest, "delete it")) if manifest.is_file() else []
+        before = validated(list[str], json.loads(manifest.read_bytes())) if manifest.is_file() else []
     for file in (folder / name for name in {*before}.difference(names)):
         if folder.resolve() in file.resolve().parents:
             file.unlink(missing_ok=True)

@@ -60,12 +60,11 @@ class Journal:
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
-        line = _line(entry)
+        first, line = (json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in (self.settings, entry))
         if self._stream is None:
-            size = sum(map(len, self._lines()))
-            if not size:
+            if not (size := sum(map(len, self._lines()))):
                 with atomic_write(self.path) as new:
-                    new.write_bytes(_line(self.settings) + line)
+                    new.write_bytes(first + line)
                 self._is_kept = True
                 return
             self._stream = self.path.open("ab", buffering=0)  # nothing is left to be written when a full disk ends it
@@ -95,10 +94,6 @@ class Journal:
     def _parsed(self, number: int, line: bytes, read: Callable[[Any], Any] = lambda entry: entry) -> Any:
         with reading(f"{self.path} line {number}", "delete the file and start over"):
             return read(parse_line(line))
-
-
-def _line(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def _differences(recorded: Any, settings: Mapping[str, Any]) -> str:

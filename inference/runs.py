@@ -77,9 +77,8 @@ class LoggedProgress(progress.Progress):
         if self.disable and now - task.fields.get("logged", task.start_time or 0) >= SECONDS_PER_LOG_LINE:
             task.fields["logged"] = now
             left = "?" if task.time_remaining is None else timedelta(seconds=task.time_remaining)
-            rest = task.fields.get("rate") or f"{left} left"
-            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}, {rest}"
-            print(safe_line(line), file=sys.stderr, flush=True)
+            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}, "
+            print(safe_line(line + task.fields.get("rate", f"{left} left")), file=sys.stderr, flush=True)
 
 
 def progress_bars(
@@ -92,10 +91,8 @@ def progress_bars(
     """
     title = progress.TextColumn("{task.description}", markup=False)
     columns = title, progress.BarColumn(), done or progress.MofNCompleteColumn(), rest or progress.TimeRemainingColumn()
-    console, is_hidden, clock = SafeConsole(stderr=True), not sys.stderr.isatty(), time.monotonic
-    return LoggedProgress(
-        *columns, console=console, transient=transient, disable=is_hidden, speed_estimate_period=600, get_time=clock
-    )
+    console, is_hidden = SafeConsole(stderr=True), not sys.stderr.isatty()
+    return LoggedProgress(*columns, console=console, transient=transient, disable=is_hidden, speed_estimate_period=600)
 
 
 @contextmanager

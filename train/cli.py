@@ -83,7 +83,7 @@ TRACEBACK = "--traceback"
 
 @contextmanager
 def user_errors(command: str, shows_traceback: bool = False, to_continue: str = "repeat the command") -> Iterator[None]:
-    """End the process with one line and exit code 2 for an error of the user, 130 for Ctrl-C, and 143 for SIGTERM.
+    """End the process with one line and exit code 2 for an error that a user can fix, and 130 for Ctrl-C or SIGTERM.
 
     These are ValueError, the system's errors and Lightning's misconfigurations. All other errors are bugs and raise;
     with ``shows_traceback`` or the environment variable DRAFTERS_DEBUG=1, the user's errors raise too. The line begins
@@ -95,9 +95,8 @@ def user_errors(command: str, shows_traceback: bool = False, to_continue: str = 
     except (KeyboardInterrupt, SystemExit) as stopped:
         if isinstance(stopped, SystemExit) and not isinstance(stopped.__context__, KeyboardInterrupt):
             raise  # Lightning turns Ctrl-C before the first step into an exit with code 1
-        name, code = ("SIGTERM", 143) if stopped.args == (signal.SIGTERM,) else ("Ctrl-C", 130)
-        print(f"\n{command}: stopped by {name}: {to_continue} to go on", file=sys.stderr)
-        sys.exit(code)
+        print(f"\n{command}: stopped: {to_continue} to go on", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         # By name, because importing Lightning takes seconds and most commands do without it.
         is_users = isinstance(error, (ValueError, OSError)) or type(error).__name__ == "MisconfigurationException"
@@ -106,10 +105,6 @@ def user_errors(command: str, shows_traceback: bool = False, to_continue: str = 
             raise
         print(safe_line(f"{command}: error: {' '.join(explained(error).split())}"), file=sys.stderr)
         sys.exit(2)
-
-
-def _stop(number: int, _: object) -> None:
-    raise KeyboardInterrupt(number)
 
 
 # ---- drafters
@@ -122,12 +117,11 @@ def run_drafters(argv: list[str] | None = None) -> None:
         rows = (f"  {name:<16} {command.summary}" for name, command in COMMANDS.items())
         print(HELP.format(commands="\n".join(rows)), end="")
         return
-    starts_over = name == "eval" and "--overwrite" in args
-    to_continue = "repeat the command" + " without --overwrite" * starts_over
+    to_continue = "repeat the command" + " without --overwrite" * ({"eval", "--overwrite"} <= {name, *args})
     with user_errors(f"drafters {name}" if name in COMMANDS else "drafters", TRACEBACK in args, to_continue):
         function, values = parse(name, [arg for arg in args if arg != TRACEBACK])
         if argv is None and "out" in values:  # what is written can be continued, and a server has its own handler
-            signal.signal(signal.SIGTERM, _stop)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without --out, `report` writes into the folder that it reads.
         place = values.get("out") or next(iter(values.get("folders") or ()), None)
         with output_lock(place) if place else nullcontext():
@@ -169,12 +163,13 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
 
 def in_words(message: str) -> str:
     """What jsonargparse says of a value of another type, in few words; any other message as it is."""
-    kinds = re.findall(r"Expected an? (?:<class '(?!NoneType)(\w+)|typing\.Literal\[(.+?)\])", message)
-    if not (
-        kinds and (found := re.search(r'Parser key "(.+?)".*(?:Given value:|Got value:) (.*)', message, re.DOTALL))
-    ):
+    found = re.search(
+        r'Parser key "(.+?)":(.*Expected an? .*?)(?:Given value type.*)?G\w+ value: (.*)', message, re.DOTALL
+    )
+    if not found:
         return message
-    return f"{found[1]} must be {' or '.join(name or values for name, values in kinds)}, not {found[2]}"
+    kinds = re.findall(r"<class '(?!NoneType)(\w+)|Literal\[(.+?)\]", found[2])
+    return f"{found[1]} must be {' or '.join(dict.fromkeys(name or own for name, own in kinds))}, not {found[3]}"
 
 
 def spelled_out(

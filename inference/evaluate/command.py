@@ -1,7 +1,5 @@
 """``drafters eval``: measure several drafters side by side on the same questions."""
 
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +26,6 @@ from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
 
 WRITES = "answers", "plots", "results.json", "results.csv", "results.md", "report.html"
-ASIDE = f".{worker.JOURNALS}.old"  # name of the folder of journals that are being replaced
 
 
 def evaluate(
@@ -86,15 +83,14 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
         return None
     folder = Path(out)
     folder_above(folder / "results.json")
-    _settle(folder)  # after a kill
     journals = sorted((folder / worker.JOURNALS).glob("*.jsonl"))
+    if not journals:  # a run that was to replace these ended without an answer
+        aside = (folder / worker.JOURNALS).glob("*.old")
+        journals = [path.rename(path.with_suffix(".jsonl")) for path in aside]
     if found := [name for name in WRITES if not overwrite and not journals and (folder / name).exists()]:
         raise ValueError(f"{out} already holds {', '.join(found)}: give another --out, or --overwrite to replace them")
     for path in [] if overwrite else journals:
-        try:
-            Journal(path, asdict(conditions))
-        except ValueError as error:
-            raise ValueError(f"{out} already holds results: {error}") from error
+        Journal(path, asdict(conditions))
     return folder
 
 
@@ -102,24 +98,15 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
 def _place(folder: Path | None, overwrite: bool) -> Iterator[tuple[Path, LoggedProgress]]:
     """The folder of the journals, which is a temporary one if no results are kept, and progress bars.
 
-    Journals that are replaced are set aside until the first new answer is on the disk, and come back without one.
+    Journals that are replaced are set aside until the block has ended.
     """
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place, progress_bars() as bars:
         journals = Path(place) / worker.JOURNALS
-        if overwrite and journals.exists():
-            os.rename(journals, journals.with_name(ASIDE))
-        try:
-            yield journals, bars
-        finally:
-            _settle(Path(place))
-
-
-def _settle(folder: Path) -> None:
-    journals, aside = folder / worker.JOURNALS, folder / ASIDE
-    if aside.exists() and not any(journals.glob("*.jsonl")):
-        shutil.rmtree(journals, ignore_errors=True)
-        os.rename(aside, journals)
-    shutil.rmtree(aside, ignore_errors=True)
+        for path in journals.glob("*.jsonl") if overwrite else ():
+            path.rename(path.with_suffix(".old"))
+        yield journals, bars
+        for path in journals.glob("*.old"):
+            path.unlink()
 
 
 def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -> tuple[EvaluationResults, int]:
@@ -129,11 +116,9 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -
     with _place(folder, overwrite) as (journals, bars):
         task = bars.add_task(", ".join(plan.questions), total=0)
 
-        def on_ready() -> None:
+        def repeats() -> Iterator[worker.Repeat]:  # once everything is loaded
             for line in before.warnings():
                 print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)
-
-        def repeats() -> Iterator[worker.Repeat]:
             total = 0
             for repeat, benchmarks in worker.repeats_to_decode(journals, plan):
                 total += plan.num_answers(benchmarks)
@@ -141,7 +126,7 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -
                 yield repeat, benchmarks
 
         num_new = 0
-        for is_new in worker.run(plan, journals, repeats(), on_ready):
+        for is_new in worker.run(plan, journals, repeats()):
             num_new += is_new
             bars.advance(task)
         found = worker.collect(journals, plan)

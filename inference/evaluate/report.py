@@ -185,6 +185,5 @@ def _flat(value: Any, is_csv: bool, path: str = "") -> dict[str, Any]:
         parts = [_flat(item, is_csv, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
         return {key: item for part in parts for key, item in part.items()}
     if isinstance(value, str):
-        is_formula = is_csv and value.lstrip().startswith(("=", "+", "-", "@"))
-        value = "'" * is_formula + safe_line(value)
+        value = "'" * (is_csv and value.lstrip().startswith(("=", "+", "-", "@"))) + safe_line(value)
     return {safe_line(path): value}

@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -80,25 +80,21 @@ class Worker:
 # ---- processes
 
 
-def run(
-    plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat], on_ready: Callable[[], None] = lambda: None
-) -> Iterator[bool]:
+def run(plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat]) -> Iterator[bool]:
     """Answer all questions, into journals in a folder; yield for each answer whether it was decoded now.
 
-    The next of the ``repeats`` is taken when the answers of the last one are in the journals. ``on_ready`` is called
-    once all bases and drafters are loaded, so that no mistake in the arguments can stop the evaluation any more.
+    The first of the ``repeats`` is taken when all bases and drafters are loaded, each other one when the answers of the
+    one before are in the journals.
     """
     load = timing.running_threads()
     if len(plan.conditions.devices) == 1:
         worker = Worker(plan)
-        on_ready()
         for repeat in repeats:
             yield from worker.run(journal_path(folder, 0), load, *repeat)
         return
     with _processes(plan, folder, load) as links:
         for link in links:
             _told(link)
-        on_ready()
         for repeat in repeats:
             for link in links:
                 link.send(repeat)

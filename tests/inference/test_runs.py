@@ -31,6 +31,7 @@ def tick(monkeypatch):
         now += seconds
 
     monkeypatch.setattr(runs.time, "monotonic", lambda: now)
+    monkeypatch.setattr("rich.console.monotonic", lambda: now)
     return tick
 
 

@@ -217,7 +217,7 @@ def test_an_interrupted_run_that_is_repeated_writes_what_is_missing_and_the_same
     running.send(number)
     assert running.wait() == ended and not out.exists()
     said = running.log.read_text()
-    assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
+    assert "Traceback" not in said and ("stopped: repeat the command to go on" in said) == (number == signal.SIGINT)
     num_written = partial.read_bytes().count(b"\n") - 1  # below the line of the arguments
     with partial.open("ab") as stream:
         stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves

@@ -13,7 +13,8 @@ from data.benchmarks import Question, find_benchmark, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks, with_date
 from inference import sandbox, timing
-from inference.evaluate import tables, worker
+from inference.evaluate import run as own_loop
+from inference.evaluate import tables
 from inference.evaluate.breakdowns import reasoning
 from inference.evaluate.page import Decode, write_page
 from inference.evaluate.plan import EvaluationOptions, EvaluationPlan, RunConditions, make_plan
@@ -83,53 +84,51 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
         return None
     folder = Path(out)
     folder_above(folder / "results.json")
-    journals = sorted((folder / worker.JOURNALS).glob("*.jsonl"))
-    if not journals:  # a run that was to replace these ended without an answer
-        aside = (folder / worker.JOURNALS).glob("*.old")
-        journals = [path.rename(path.with_suffix(".jsonl")) for path in aside]
-    if found := [name for name in WRITES if not overwrite and not journals and (folder / name).exists()]:
-        raise ValueError(f"{out} already holds {', '.join(found)}: give another --out, or --overwrite to replace them")
-    for path in [] if overwrite else journals:
-        Journal(path, asdict(conditions))
+    journal = folder / own_loop.JOURNAL
+    if not journal.exists() and (replaced := journal.with_suffix(".old")).exists():
+        replaced.rename(journal)  # the run that was to replace it ended without an answer
+    if not overwrite and journal.exists():
+        Journal(journal, asdict(conditions))
+    elif not overwrite and (names := [name for name in WRITES if (folder / name).exists()]):
+        raise ValueError(f"{out} already holds {', '.join(names)}: give another --out, or --overwrite to replace them")
     return folder
 
 
 @contextmanager
 def _place(folder: Path | None, overwrite: bool) -> Iterator[tuple[Path, LoggedProgress]]:
-    """The folder of the journals, which is a temporary one if no results are kept, and progress bars.
+    """The journal, in a temporary folder if no results are kept, and progress bars.
 
-    Journals that are replaced are set aside until the block has ended.
+    A journal that is replaced is set aside until the block has ended.
     """
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place, progress_bars() as bars:
-        journals = Path(place) / worker.JOURNALS
-        for path in journals.glob("*.jsonl") if overwrite else ():
-            path.rename(path.with_suffix(".old"))
-        yield journals, bars
-        for path in journals.glob("*.old"):
-            path.unlink()
+        journal = Path(place) / own_loop.JOURNAL
+        if overwrite and journal.exists():
+            journal.rename(journal.with_suffix(".old"))
+        yield journal, bars
+        journal.with_suffix(".old").unlink(missing_ok=True)
 
 
 def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -> tuple[EvaluationResults, int]:
-    """Decode what the journals in the folder do not hold; return the results, and how many answers were decoded now."""
-    load, num_threads = timing.running_threads(), (plan.conditions.threads or 1) * len(plan.conditions.devices)
+    """Decode what the journal in the folder does not hold; return the results and the number of new answers."""
+    load, num_threads = timing.running_threads(), plan.conditions.threads or 1
     before = timing.MachineLoad(timing.num_cores(), num_threads, [] if load is None else [load])
-    with _place(folder, overwrite) as (journals, bars):
+    with _place(folder, overwrite) as (journal, bars):
         task = bars.add_task(", ".join(plan.questions), total=0)
 
-        def repeats() -> Iterator[worker.Repeat]:  # once everything is loaded
+        def repeats() -> Iterator[own_loop.Repeat]:  # once everything is loaded
             for line in before.warnings():
                 print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)
             total = 0
-            for repeat, benchmarks in worker.repeats_to_decode(journals, plan):
+            for repeat, benchmarks in own_loop.repeats_to_decode(journal, plan):
                 total += plan.num_answers(benchmarks)
                 bars.update(task, total=total)
                 yield repeat, benchmarks
 
         num_new = 0
-        for is_new in worker.run(plan, journals, repeats()):
+        for is_new in own_loop.run(plan, journal, repeats()):
             num_new += is_new
             bars.advance(task)
-        found = worker.collect(journals, plan)
+        found = own_loop.collect(journal, plan)
     num_repeats = {benchmark: found.num_repeats(benchmark) for benchmark in plan.questions}
     record = RunRecord(
         found.load, num_repeats, found.num_starts, warnings=found.warnings(), row_multiple=found.row_multiple
@@ -155,10 +154,10 @@ def _ask(
         raise ValueError(f"{levels[-1]} requests at once need as many questions, and {few[0]} has fewer: raise --limit")
     conditions = server.make_conditions(model, selection, prompts, options)
     total = len(conditions.drafters) * len(levels) * sum(len(own.questions) for own in prompts.values())
-    with _place(results_folder(out, overwrite, conditions), overwrite) as (journals, bars):
+    with _place(results_folder(out, overwrite, conditions), overwrite) as (journal, bars):
         task = bars.add_task(", ".join(prompts), total=total)
         advance = partial(bars.advance, task)
-        runs, notes = server.measure(conditions, base, prompts, levels, journals / "1.jsonl", advance)
+        runs, notes = server.measure(conditions, base, prompts, levels, journal, advance)
     summaries, warnings = server.summarise(runs, conditions)
     answers: dict[str, dict[str, Any]] = {name: {} for name in prompts}
     for (benchmark, drafter, level), run in runs.items():

@@ -37,7 +37,6 @@ class EvaluationOptions:
             prompt_lookup and joint; the base alone, none, is always measured too.
         typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
         repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
-        devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs.
         reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
         run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
         server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
@@ -47,7 +46,6 @@ class EvaluationOptions:
     drafter: list[str] | None = None
     typical: bool = False
     repeats: int | Literal["auto"] = "auto"
-    devices: int | Literal["auto"] = 1
     reset: bool = True
     run_code: bool = False
     server: list[str] | None = None
@@ -60,13 +58,12 @@ class EvaluationOptions:
             raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
         for spec in self.drafter or [] if not self.server else []:
             _ = drafter_specs.split(spec).registration  # there is such a drafter
-        numbers: Any = {"repeats": self.repeats, "devices": self.devices, "concurrency": min(self.concurrency or [1])}
+        numbers: Any = {"repeats": self.repeats, "concurrency": min(self.concurrency or [1])}
         check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
         if not self.server and self.concurrency:
             raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-        if self.server and (self.typical or self.devices != 1 or sampling.temperature or not self.reset):
-            own = "--typical, --devices, --temperature and --reset"
-            raise ValueError(f"{own} are for our own decoding loop, not for --server")
+        if self.server and (self.typical or sampling.temperature or not self.reset):
+            raise ValueError("--typical, --temperature and --reset are for our own decoding loop, not for --server")
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,9 @@ class RunConditions:
     base_fingerprint: str  # of its files; empty for a base of the hub
     dtype: str
     engine: str  # `OWN_LOOP`, or a server and its version
-    devices: list[str]  # the device of each process, or the addresses of servers
+    devices: list[str]  # the device, or the addresses of servers
     machine: str  # name of the GPU or processor
-    threads: Count | None  # torch threads of each process
+    threads: Count | None  # torch threads
     versions: dict[str, str]
     template: str
     sampling: SamplingOptions = GREEDY
@@ -117,8 +114,7 @@ class RunConditions:
 
     def same(self) -> dict[str, str]:
         """What must be equal in figures that are compared, besides the base and the benchmarks, in words."""
-        kinds = dict.fromkeys(each.partition(":")[0] if self.engine == OWN_LOOP else each for each in self.devices)
-        count = f"{len(self.devices)} x " if len(self.devices) > 1 and self.engine == OWN_LOOP else ""
+        devices = [each.partition(":")[0] if self.engine == OWN_LOOP else each for each in self.devices]
         threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else ""
         own, is_lossy = self.sampling, any(drafter.is_lossy for drafter in self.drafters.values())
         memory = f", drafters' memory kept over {', '.join(self.memory)}" if self.memory else ""
@@ -127,7 +123,7 @@ class RunConditions:
             "engine": self.engine,
             "dtype": self.dtype,
             "forward": self.forward,
-            "device": f"{count}{', '.join(kinds)} ({self.machine}{threads})",
+            "device": f"{', '.join(devices)} ({self.machine}{threads})",
             "decoding": (sampled if own.temperature else "greedy") + memory + ", typical acceptance: lossy" * is_lossy,
             "template": self.template,
         }
@@ -174,16 +170,16 @@ def make_plan(
     sampling: SamplingOptions,
     options: EvaluationOptions,
 ) -> EvaluationPlan:
-    """Decide what our own loop decodes, and on which devices."""
-    processes = process_devices(resolve_device(model.device), options.devices)
+    """Decide what our own loop decodes."""
+    device = "cuda:0" if resolve_device(model.device).type == "cuda" else "cpu"
     conditions = RunConditions(
         base=model.base,
         base_fingerprint=fingerprint(find_base(model.base)),
         dtype=model.dtype,
         engine=OWN_LOOP,
-        devices=processes,
-        machine=machine_name(processes[0]),
-        threads=max(1, torch.get_num_threads() // len(processes)),
+        devices=[device],
+        machine=machine_name(device),
+        threads=torch.get_num_threads(),
         versions=versions("torch", "transformers"),
         template=selection.template,
         sampling=sampling,
@@ -194,17 +190,6 @@ def make_plan(
         memory=[] if options.reset else list(prompts),
     )
     return EvaluationPlan(model, conditions, {name: own.questions for name, own in prompts.items()})
-
-
-def process_devices(device: torch.device, devices: int | Literal["auto"]) -> list[str]:
-    """The device of each process: one GPU each, or the CPU for all; raises ValueError if there are fewer GPUs."""
-    if device.type != "cuda":
-        return ["cpu"] * (1 if devices == "auto" else devices)
-    num_gpus = torch.cuda.device_count()
-    num_wanted = num_gpus if devices == "auto" else devices
-    if num_wanted > num_gpus:
-        raise ValueError(f"{num_wanted} --devices, but there are {num_gpus} GPUs here: give at most that many")
-    return [f"cuda:{index}" for index in range(num_wanted)]
 
 
 def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str, DrafterConditions]:

@@ -1,4 +1,4 @@
-"""Evaluations that are interrupted, repeated or split over processes give the same numbers."""
+"""Evaluations that are interrupted or repeated give the same numbers."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from data.benchmarks import Question
 from drafters.training_free.ngram import NgramPool
 from inference import drafter_specs
 from inference.evaluate import answers as answer_files
-from inference.evaluate import report, worker
+from inference.evaluate import report
 from inference.evaluate import results as folders
+from inference.evaluate import run as own_loop
 from inference.evaluate.answers import (
     Answer,
     Turn,
@@ -26,7 +27,7 @@ from inference.evaluate.answers import (
 )
 from inference.evaluate.command import evaluate
 from inference.evaluate.plan import EvaluationOptions, make_plan
-from inference.evaluate.worker import CollectedAnswers, Worker, collect, repeats_to_decode
+from inference.evaluate.run import CollectedAnswers, collect, repeats_to_decode
 from inference.journal import Journal
 from inference.prompts import QuestionOptions
 from inference.runs import fingerprint
@@ -122,11 +123,10 @@ def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, 
     content = (whole / "journal" / "1.jsonl").read_bytes()
     first = content.index(b"\n") + 1
     for share in (0.0, 0.31, 0.62, 0.9, 1.0):
-        folder = tmp_path / str(share)
-        folder.mkdir()
-        (folder / "1.jsonl").write_bytes(content[: first + int(share * (len(content) - first))])
-        told = list(worker.run(plan, folder, repeats_to_decode(folder, plan)))
-        found = collect(folder, plan)
+        journal = tmp_path / f"{share}.jsonl"
+        journal.write_bytes(content[: first + int(share * (len(content) - first))])
+        told = list(own_loop.run(plan, journal, repeats_to_decode(journal, plan)))
+        found = collect(journal, plan)
         assert len(told) == 2 * 5 * 6 and any(told) == (share < 1)
         assert found.num_starts == 1 + (0 < share < 1)
         for drafter, summary in found.summaries()["mt_bench"].items():
@@ -202,7 +202,7 @@ def test_overwrite_loses_nothing_before_a_new_answer_is_on_the_disk(run, whole, 
     [
         ({"max_new_tokens": 15}, "different benchmarks"),
         ({"specs": ["anpd"]}, "different drafters"),
-        ({"repeats": 3, "devices": 2}, "different devices and repeats 2 instead of 3"),
+        ({"repeats": 3}, "repeats 2 instead of 3"),
         ({"temperature": 0.5, "dtype": "bfloat16"}, "dtype 'float32' instead of 'bfloat16' and different sampling"),
     ],
 )
@@ -217,29 +217,10 @@ def test_invalid_arguments_with_overwrite_leave_the_old_results(run, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
     with pytest.raises(ValueError, match="unknown drafter"):
         run(whole, specs=["nonsense"], overwrite=True)
-    for wrong in ({"repeats": 0}, {"devices": 0}, {"limit": 0}, {"server": ["vllm"], "concurrency": [0]}):
+    for wrong in ({"repeats": 0}, {"limit": 0}, {"server": ["vllm"], "concurrency": [0]}):
         with pytest.raises(ValueError, match="at least 1"):
             run(whole, **wrong)
     assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
-
-
-@pytest.mark.slow
-def test_several_processes_give_the_numbers_of_one(run, plan, whole, tmp_path):
-    """True for drafters without memory between texts; answers from before an interruption are kept."""
-    shared = with_conditions(only(plan, ["none", *FORGETFUL]), devices=["cpu", "cpu"], repeats=1)
-    first, second = (worker.journal_path(tmp_path / "journal", number) for number in range(2))
-    assert list(Worker(shared, 0).run(first, None, 0, ["mt_bench"])) == [True] * 9
-    before = first.read_bytes()
-    run(tmp_path, FORGETFUL, repeats=1, devices=2)
-    assert first.read_bytes() == before and second.read_bytes().count(b'"answer"') == 6
-    assert results(tmp_path) == {drafter: results(whole)[drafter] for drafter in shared.drafters}
-    assert texts(tmp_path).items() <= texts(whole).items()
-
-
-@pytest.mark.slow
-def test_a_mistake_that_several_processes_find_is_a_value_error(run, tmp_path):
-    with pytest.raises(ValueError, match="unknown drafter 'nonsense'"):
-        run(tmp_path / "out", ["nonsense"], devices=2)
 
 
 # ---- memory of drafters between texts
@@ -400,10 +381,11 @@ def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_
     names = ["none", "anpd"]
     plan = with_conditions(only(plan, names), repeats="auto")
     plan = replace(plan, questions={"calm": QUESTIONS, "noisy": QUESTIONS})
-    monkeypatch.setattr(worker, "MAX_REPEATS", 3)
+    monkeypatch.setattr(own_loop, "MAX_REPEATS", 3)
+    journal_file = tmp_path / "journal.jsonl"
 
     def decode(repeat, benchmarks, spread):
-        with Journal(worker.journal_path(tmp_path, 0), asdict(plan.conditions)) as journal:
+        with Journal(journal_file, asdict(plan.conditions)) as journal:
             for name in benchmarks:
                 for place, drafter in decoding_order(names, range(len(QUESTIONS))):
                     factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)
@@ -412,20 +394,20 @@ def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_
                         {"benchmark": name, "repeat": repeat, "place": place, "load": None, "answer": answer}
                     )
 
-    repeats = repeats_to_decode(tmp_path, plan)
+    repeats = repeats_to_decode(journal_file, plan)
     assert next(repeats) == (0, ["calm", "noisy"])
     decode(0, ["calm", "noisy"], 1.0)
     assert next(repeats) == (1, ["noisy"]), "questions of the other one agree"
     decode(1, ["noisy"], 0.0)
     assert next(repeats) == (2, ["noisy"]), "a question's repeats differ"
-    line = collect(tmp_path, plan).warnings()[-1]
+    line = collect(journal_file, plan).warnings()[-1]
     assert "the speed-ups on noisy are not yet within 5 % after 2 repeats" in line and "anpd ±" in line
     decode(2, ["noisy"], 0.0)
     assert list(repeats) == [], "that was the last one"
-    found = collect(tmp_path, plan)
+    found = collect(journal_file, plan)
     assert [found.num_repeats(name) for name in plan.questions] == [1, 3]
     assert found.summaries()["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
     # Continued with the same answers, it asks for the same repeats.
-    assert list(repeats_to_decode(tmp_path, plan)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
-    twice = list(repeats_to_decode(tmp_path, with_conditions(plan, repeats=2)))
+    assert list(repeats_to_decode(journal_file, plan)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
+    twice = list(repeats_to_decode(journal_file, with_conditions(plan, repeats=2)))
     assert twice == [(at, ["calm", "noisy"]) for at in range(2)]

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from data.files import atomic_write, disk_errors, parse_line, reading
 
 T = TypeVar("T")
-Existing = Literal["continue", "replace_if_different"]
 
 
 class Journal:
@@ -25,23 +24,21 @@ class Journal:
     Args:
         path: The journal's file; it need not exist yet.
         settings: Everything that the results depend on, as JSON values.
-        existing: What happens to a journal that is already there. ``continue`` keeps its entries and raises ValueError
-            if its settings differ, ``replace_if_different`` drops them if its settings differ.
+        is_replaced: Whether entries under other settings are dropped; if not, they raise ValueError.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], existing: Existing = "continue") -> None:
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], is_replaced: bool = False) -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
         self._is_kept = True
         recorded = next((self._parsed(1, line) for line in self._lines()), None)
-        if recorded not in (None, self.settings):
-            if existing == "continue":
-                raise ValueError(
-                    f"{path} was started with {_differences(recorded, self.settings)}: repeat that command to continue "
-                    "it, pass --overwrite to start over, or choose another --out"
-                )
-            self._is_kept = False
+        self._is_kept = recorded in (None, self.settings)
+        if not (self._is_kept or is_replaced):
+            raise ValueError(
+                f"{path} was started with {_differences(recorded, self.settings)}: repeat that command to continue "
+                "it, pass --overwrite to start over, or choose another --out"
+            )
 
     def __enter__(self) -> Journal:
         return self

@@ -13,7 +13,7 @@ from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
-from inference.journal import Existing, Journal
+from inference.journal import Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.runs import new_file, throughput_bar
@@ -103,13 +103,12 @@ def regenerate(
     template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
     asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
-    existing: Existing = "replace_if_different" if overwrite else "continue"
     own: Journal | None = None  # holds the base's own prompts until they are answered
     if answers.own_prompts:
         settings = asked | {name: getattr(answers, name) for name in ("own_prompts", "batch_size")}
         settings["seed"] = sampling.seed
         with (
-            Journal(path.with_name(f"{path.name}.prompts"), settings, existing) as own,
+            Journal(path.with_name(f"{path.name}.prompts"), settings, overwrite) as own,
             throughput_bar("prompts", answers.own_prompts) as advance,
         ):
             conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, own, advance)
@@ -129,7 +128,7 @@ def regenerate(
     }
     if sampling.temperature:
         settings |= asdict(sampling) | {"num_answers": answers.num_answers}
-    with Journal(path.with_name(f"{path.name}.partial"), settings, existing) as journal:
+    with Journal(path.with_name(f"{path.name}.partial"), settings, overwrite) as journal:
         with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
             counts = answer_all(dialogues, answerer, journal, answers, advance, sampling)
         if not counts.num_answers:

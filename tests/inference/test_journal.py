@@ -47,9 +47,9 @@ def test_other_settings_are_refused_in_one_line(path):
 
 def test_entries_are_replaced_on_request_by_the_first_new_entry_and_kept_where_it_cannot_be_written(path):
     before = path.read_bytes()
-    with Journal(path, SETTINGS, "replace_if_different") as journal:
+    with Journal(path, SETTINGS, is_replaced=True) as journal:
         assert list(journal) == ENTRIES
-    with Journal(path, OTHER, "replace_if_different") as journal:
+    with Journal(path, OTHER, is_replaced=True) as journal:
         assert list(journal) == []
         for num_bytes in (0, 20, len(json.dumps(OTHER)) + 3):  # nothing, half of the settings, the settings alone
             with full_disk(num_bytes), pytest.raises(ValueError, match="what was there before is kept"):

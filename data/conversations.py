@@ -199,6 +199,12 @@ def parse(
     return conversation
 
 
+def parse_chat(turns: Sequence, tools: Sequence) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """Return messages and tools of OpenAI's API as chat templates read them, with all else that the messages hold."""
+    turns = [_object(turn, "a message is not a JSON object") for turn in turns]
+    return [_without_nulls(turn) | _message(turn)[0] for turn in turns], _tools(tools)
+
+
 def read_texts(files: Sequence[str]) -> Iterator[str]:
     """Yield the documents of files in order, skipping empty ones, for drafters that index plain text.
 

@@ -98,16 +98,17 @@ type_adapter = cache(TypeAdapter)
 
 
 def validated(kind: Any, value: Any) -> Any:
-    """Build a dataclass, or another type such as ``list[int]``, from parsed JSON; raise ValueError if it does not fit.
+    """Build a dataclass, or another type such as ``list[int]``, from JSON, parsed or as bytes, or raise ValueError.
 
     Lists become tuples and whole numbers become floats where the type says so; unknown keys are left out.
     """
     try:
-        return type_adapter(kind).validate_python(value)
+        adapter = type_adapter(kind)
+        return adapter.validate_json(value) if isinstance(value, bytes) else adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        place, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{place}: {reason}" if place else reason) from error
 
 
 def check_encodable(value: object) -> None:

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat import ChatCompletionStreamOptionsParam as StreamOptions
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException as RoutingError
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from data.conversations import parse_chat
+from data.files import safe_line, validated
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
@@ -29,51 +32,58 @@ from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import Sampler
+from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
 
 WARM_UP_TOKENS = 4  # the first steps of a process are slow
+MAX_BODY_BYTES = 4 << 20  # of a request: about a million tokens
+HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which the head of a request must arrive, and its body
 Step = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
-LABELS = {"user", "metadata"}  # say nothing about the text
-
-
-class Message(BaseModel):
-    """A message of a chat."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say nothing about the text
+# With these values fields that are not served ask for nothing; any other such field with false, 0 or what is empty.
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["repetition_penalty", "length_penalty", "best_of"], (1,))
+NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True, False)}
+NEUTRAL |= {"service_tier": ("auto", "default"), "function_call": ("auto", "none"), "skip_special_tokens": (True,)}
 
 
 class ChatRequest(BaseModel):
     """The fields of OpenAI's request that are served; ``use_drafter`` and ``include_steps`` are our own."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(strict=True)
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
+    messages: Annotated[list[Any], Field(min_length=1)]
+    tools: list[Any] = []
+    tool_choice: Literal["auto", "none"] = "auto"  # no answer is read for calls
+    max_tokens: int | None = Field(None, gt=0)
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: NonNegativeInt | None = None
+    seed: int | None = Field(None, ge=0)
     n: Literal[1] = 1
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] = {}
     use_drafter: bool = True
     include_steps: bool = False
 
-    @model_validator(mode="after")
-    def refuse_the_rest(self) -> ChatRequest:
-        """Refuse fields that are not served, unless they ask for nothing."""
-        if refused := [name for name, value in (self.model_extra or {}).items() if value and name not in LABELS]:
-            raise ValueError(f"{', '.join(refused)} not supported: leave it out")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def read(cls, asked: Any) -> Any:
+        """Let null stand for a field's default, and refuse what is not served."""
+        given = {name: value for name, value in asked.items() if value is not None} if isinstance(asked, dict) else {}
+        if "max_tokens" not in given:
+            given["max_tokens"] = given.pop("max_completion_tokens", None)
+        others = [name for name in given if name not in cls.model_fields and name not in LABELS]
+        if refused := [name for name in others if given[name] not in NEUTRAL.get(name, (0, "", [], {}))]:
+            raise ValueError(f"{', '.join(refused[:9])} not supported: leave it out")
+        return given
 
     def sampler(self) -> Sampler:
         """Raises ValueError if an option is out of range."""
-        if not self.temperature:  # top-p and top-k keep the most probable token
-            return SamplingOptions().sampler()
+        is_greedy = 0 <= self.temperature < LOWEST_TEMPERATURE  # top-p and top-k keep the most probable token
         seed = secrets.randbits(32) if self.seed is None else self.seed
-        return SamplingOptions(self.temperature, self.top_k, self.top_p, seed).sampler()
+        top_k = 0 if self.top_k == -1 else self.top_k  # all tokens, as vLLM's clients write it
+        sampler = SamplingOptions(1.0 if is_greedy else self.temperature, top_k, self.top_p, seed).sampler()
+        return Greedy() if is_greedy else sampler
 
 
 class Decoder:
@@ -94,7 +104,10 @@ class Decoder:
         asked.sampler()
         if (num_new_tokens := asked.max_tokens or self.max_tokens) > self.max_tokens:
             raise ValueError(f"max_tokens must be at most {self.max_tokens} on this server")
-        prompt = encode_messages(self.base, [each.model_dump() for each in asked.messages], self.template)
+        messages, tools = parse_chat(asked.messages, asked.tools if asked.tool_choice != "none" else [])
+        prompt = encode_messages(self.base, messages, self.template, tools)
+        if tools and prompt == encode_messages(self.base, messages, self.template):
+            raise ValueError("the chat template of this base ignores tools: leave them out")
         check_prompt(self.base, prompt, num_new_tokens)
         return prompt
 
@@ -104,22 +117,17 @@ class Decoder:
         steps, is_closed, loop = asyncio.Queue[Any](), threading.Event(), asyncio.get_running_loop()
 
         def decode() -> None:
-            end: Exception | None = None
-            try:
-                for step in self.steps(asked, prompt):
-                    loop.call_soon_threadsafe(steps.put_nowait, step)
-                    if is_closed.is_set():
-                        return
-            except Exception as error:
-                end = error
-            loop.call_soon_threadsafe(steps.put_nowait, end)
+            for step in self.steps(asked, prompt):
+                loop.call_soon_threadsafe(steps.put_nowait, step)
+                if is_closed.is_set():
+                    return
 
-        job = self._thread.submit(decode)
+        job = loop.run_in_executor(self._thread, decode)
+        job.add_done_callback(lambda _: steps.put_nowait(None))
         try:
-            while isinstance(step := await steps.get(), dict):
+            while step := await steps.get():
                 yield step
-            if step:
-                raise step
+            await job  # raises what decoding has raised
         finally:
             is_closed.set()
             job.cancel()
@@ -168,15 +176,12 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: lis
     # No pages about the API: FastAPI's would load scripts from elsewhere.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_key)])
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    reading = asyncio.Lock()  # the tokens of a long prompt take up to a gigabyte
 
-    @app.exception_handler(HTTPException)
-    @app.exception_handler(RequestValidationError)
-    async def refuse(_: Request, error: HTTPException | RequestValidationError) -> Response:
-        if isinstance(error, HTTPException):
-            return refusal(error.status_code, error.detail)
-        first = error.errors()[0]
-        place, reason = ".".join(map(str, first["loc"][1:])), first["msg"].removeprefix("Value error, ")
-        return refusal(400, f"{place or 'the body'}: {reason}")
+    @app.exception_handler(RoutingError)
+    async def refuse(_: Request, error: RoutingError) -> Response:
+        served = "" if isinstance(error, HTTPException) else ": see GET /v1/models and POST /v1/chat/completions"
+        return refusal(error.status_code, f"{error.detail}{served}")
 
     @app.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:
@@ -184,13 +189,16 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: lis
         return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: ChatRequest, request: Request) -> Response | dict[str, Any]:
-        if asked.model != name:
-            raise HTTPException(404, f"there is no such model: {name} is served")
+    async def chat(request: Request) -> Response | dict[str, Any]:
         try:
-            prompt = await asyncio.to_thread(decoder.encode, asked)
-        except ValueError as error:
-            raise HTTPException(400, " ".join(str(error).split())) from error
+            body = await asyncio.wait_for(read_body(request), BODY_SECONDS)
+            async with reading:
+                asked = await asyncio.to_thread(validated, ChatRequest, body)
+                if asked.model != name:
+                    raise HTTPException(404, f"there is no such model: {name} is served")
+                prompt = await asyncio.to_thread(decoder.encode, asked)
+        except (ValueError, ClientDisconnect, asyncio.TimeoutError) as error:
+            raise HTTPException(400, str(error) or f"no whole body within {BODY_SECONDS:g} seconds") from error
         head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": int(time.time()), "model": name}
         steps = decoder.answer(asked, prompt)
         if asked.stream:
@@ -208,6 +216,38 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: lis
 
     app.mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True))
     return app
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if no head of a request arrives between two looks; uvicorn alone waits for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look(before=self)
+
+    def _look(self, before: object) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.cycle is before:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(HEAD_SECONDS, self._look, self.cycle if is_idle else self)
+
+
+POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+SERVER: dict[str, Any] = {"http": Connection, "ws": "none", "limit_concurrency": 100, "log_level": "warning"}
+SERVER |= {"server_header": False, "headers": [("Content-Security-Policy", POLICY)], "timeout_graceful_shutdown": 10}
+
+
+async def read_body(request: Request) -> bytes:
+    """Read a body of JSON; of one that is too large uvicorn drops the rest."""
+    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(400, "send Content-Type: application/json")  # which no page from elsewhere can
+    body = bytearray()
+    async for block in request.stream():
+        body += block
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is too large: this server reads at most {MAX_BODY_BYTES:,} bytes")
+    return bytes(body)
 
 
 async def stream(
@@ -230,7 +270,7 @@ async def stream(
             yield f"data: {bytes(refusal(500, 'decoding failed, see the log of the server').body).decode()}\n\n"
             raise
     yield event({"delta": {}, "finish_reason": written[-1]["finish_reason"]})
-    if asked.stream_options and asked.stream_options.get("include_usage"):
+    if asked.stream_options.get("include_usage"):
         yield event(usage=usage(written, num_read))
     yield "data: [DONE]\n\n"
 
@@ -245,4 +285,5 @@ def usage(steps: list[Step], num_read: int) -> dict[str, Any]:
 
 def refusal(status: int, message: str) -> Response:
     """An error in the form of OpenAI's API."""
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)
+    error = {"message": safe_line(message), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": error}, status)

@@ -11,7 +11,6 @@ from inference.verifier.options import ModelOptions
 
 KEY_VARIABLE = "DRAFTERS_API_KEY"
 LOCAL_HOSTS = ["127.0.0.1", "localhost", "::1"]
-GRACE_SECONDS = 10  # in which answers may end after SIGTERM or Ctrl-C
 
 
 def serve(
@@ -41,7 +40,7 @@ def serve(
         raise ValueError("drafters serve needs FastAPI and uvicorn: pip install 'ctc-drafters[serve]'")
     import uvicorn
 
-    from inference.serve.app import Decoder, make_app
+    from inference.serve.app import SERVER, Decoder, make_app
 
     if max_tokens < 1 or not 0 <= port < 1 << 16:
         raise ValueError(f"need max_tokens >= 1 and a port below 65536, not {max_tokens} and {port}")
@@ -59,5 +58,4 @@ def serve(
         host, port = place.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(safe_line(f"{name} with {label}: {address}/v1, and a web page at {address}/"), flush=True)
-        config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE_SECONDS)
-        uvicorn.Server(config).run(sockets=[place])
+        uvicorn.Server(uvicorn.Config(app, **SERVER)).run(sockets=[place])

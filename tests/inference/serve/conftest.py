@@ -42,12 +42,12 @@ def wait_until(condition, seconds=30):
 def serving(base, drafter="anpd:order=2", api_key="", template="tokenizer"):
     import uvicorn
 
-    from inference.serve.app import Decoder, make_app
+    from inference.serve.app import SERVER, Decoder, make_app
     from inference.serve.command import LOCAL_HOSTS
 
     decoder = Decoder(base, drafter, template, max_tokens=4000)
     app = make_app(decoder, NAME, drafter, api_key, LOCAL_HOSTS)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, **SERVER | {"timeout_graceful_shutdown": 1}))
     place = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()

@@ -1,4 +1,8 @@
-"""The replies to the real ``openai`` client: equal to our own `generate`, one after the other; and errors."""
+"""The replies to the real ``openai`` client: equal to our own `generate`, one after the other; and errors.
+
+What chat templates read is in test_messages.py, and connections in
+test_connections.py.
+"""
 
 import json
 import re
@@ -11,7 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from data.files import validated
 from inference import generate
+from inference.serve.app import ChatRequest
 from tests.inference.serve.conftest import wait_until
 
 PROMPT = "w3 w4 w5 w6 w7 w8 w3 w4"
@@ -198,18 +204,40 @@ REFUSED = {
     "no model": ({"model": "other"}, 404, "toy is served"),
     "temperature": ({"temperature": -1}, 400, "temperature must be"),
     "top_p": ({"top_p": 0}, 400, "top_p"),
+    "top_p of greedy decoding": ({"temperature": 0, "top_p": 2}, 400, "top_p must be above 0 and at most 1, not 2"),
+    "top_k of greedy decoding": ({"temperature": 0, "top_k": -3}, 400, "top_k must be at least 0, not -3"),
     "a penalty": ({"frequency_penalty": 0.5}, 400, "frequency_penalty not supported: leave it out"),
+    "another penalty": ({"repetition_penalty": 1.1}, 400, "repetition_penalty not supported: leave it out"),
+    "no penalty": ({"repetition_penalty": 0}, 400, "repetition_penalty not supported: leave it out"),
+    "JSON": ({"response_format": {"type": "json_object"}}, 400, "response_format not supported: leave it out"),
+    "another tier": ({"service_tier": "flex"}, 400, "service_tier not supported: leave it out"),
+    "a call": ({"tool_choice": "required"}, 400, "tool_choice: Input should be 'auto' or 'none'"),
+    "a named call": (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        400,
+        "tool_choice: Input should",
+    ),
+    "tools without a template": ({"tools": [{"name": "f"}]}, 400, "the chat template of this base ignores tools"),
+    "two limits": ({"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens not supported: leave it"),
     "two texts": ({"n": 2}, 400, "Input should be 1"),
     "log probabilities": ({"logprobs": True}, 400, "logprobs not supported: leave it out"),
-    "a stop string": ({"stop": "."}, 400, "stop not supported: leave it out"),
     "too many tokens": ({"max_tokens": 4001}, 400, "max_tokens must be at most 4000"),
     "no tokens": ({"max_tokens": 0}, 400, "Input should be greater than 0"),
     "a long prompt": ({"messages": [{"role": "user", "content": "w3 " * 4096}]}, 400, "the context of toy-llama ends"),
     "no messages": ({"messages": []}, 400, "messages"),
     "an empty message": ({"messages": [{"role": "user", "content": ""}]}, 400, "the prompt is empty"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "string"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "images"),
+    "another role": ({"messages": [{"role": "narrator", "content": "w3"}]}, 400, "unknown speaker 'narrator'"),
+    "a text as message": ({"messages": ["w3"]}, 400, "a message is not a JSON object"),
+    "no content": ({"messages": [{"role": "user", "content": None}]}, 400, "a turn has no text"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud83d"}]}, 400, "hex escape at line 1 column"),
     "a number as text": ({"max_tokens": "12"}, 400, "Input should be a valid integer"),
-    "no JSON": (b"{", 400, "JSON decode error"),
+    "no JSON": (b'{"model": "toy",\n "n": }', 400, "Invalid JSON: expected value at line 2 column 7"),
+    "no UTF-8": (b'{"model": "\xff"}', 400, "Invalid JSON: invalid unicode code point at line 1 column 12"),
+    "no object": (b"[]", 400, "model: Field required"),
+    "nothing": (b"", 400, "Invalid JSON: EOF while parsing a value at line 1 column 0"),
+    "a deep body": (b"[" * 100_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
+    "a large body": ({"user": "w" * (5 << 20)}, 413, "too large: this server reads at most 4,194,304 bytes"),
     "NaN": (b'{"model": "toy", "messages": [{"role": "user", "content": "w3"}], "temperature": NaN}', 400, "temp"),
 }
 
@@ -236,20 +264,72 @@ def test_a_bad_request_is_refused(server, name, capfd):
     assert capfd.readouterr() == ("", ""), "nothing is logged"
 
 
-def test_other_routes_types_and_names_of_this_machine_are_refused(server):
-    assert post(server, {}, "/v1/completions")[0] in (404, 405)
-    assert post(server, {}, kind="text/plain")[0] == 400, "which a page from elsewhere could send"
+def test_other_types_and_names_of_this_machine_are_refused(server):
+    for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
+        assert post(server, {}, kind=kind)[0] == 400, "which a page from elsewhere could send"
     assert post(server, {}, Host="evil.example")[0] == 400, "a name that a page from elsewhere gave to this machine"
 
 
-def test_neutral_values_and_nulls_are_accepted(server):
-    asked = {"frequency_penalty": 0.0, "tools": [], "n": 1, "user": "me", "stop": None, "seed": None}
-    message = {"role": "user", "content": "w3 w4"}
-    earlier = [{"role": "system", "content": "w9"}, {"role": "assistant", "content": "w5", "refusal": None}]
-    asked |= {"temperature": 0, "top_p": 0.5, "max_completion_tokens": 5, "messages": [*earlier, message]}
-    status, reply = post(server, asked)
-    assert status == 200
-    assert reply["choices"][0]["message"]["content"] == own(server, 5, "w9\nw5\nw3 w4").text
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/v1/models", 405), ("POST", "/v1/completions", 405), ("PUT", "/", 405), ("GET", "/v1/models/other", 404)]
+    + [("GET", path, 404) for path in ("/nowhere", "/%2e%2e/app.py", "/v1/chat/completions", "/%00")],
+)
+def test_other_routes_are_refused_in_openai_s_form(server, method, path, status):
+    request = urllib.request.Request(server.url + path, method=method)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    error = json.loads(refused.value.read())["error"]
+    assert refused.value.code == status
+    assert error["message"].endswith("see GET /v1/models and POST /v1/chat/completions")
+    assert error | {"message": ""} == {"message": "", "type": "invalid_request_error", "param": None, "code": None}
+
+
+NOTHING = [
+    {"tool_choice": "none", "tools": [{"name": "f"}]},
+    {"response_format": {"type": "text"}, "modalities": ["text"]},
+    {"parallel_tool_calls": True},
+    {"parallel_tool_calls": False, "function_call": "none", "functions": []},
+    {"service_tier": "auto", "store": False, "logit_bias": {}},
+    {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0, "ignore_eos": False},
+    {"logprobs": False, "top_logprobs": 0, "n": 1, "best_of": 1, "top_k": -1, "top_p": 0.5},
+    {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "me", "prompt_cache_key": "k"},
+    {"stop": [], "tools": []},
+    {"temperature": 1e-6, "top_p": 0.9},
+    dict.fromkeys(
+        ["logit_bias", "logprobs", "top_logprobs", "presence_penalty", "n", "top_p", "stream", "stop", "seed"]
+    )
+    | dict.fromkeys(["response_format", "service_tier", "stream_options", "tools", "tool_choice", "user", "metadata"])
+    | dict.fromkeys(["parallel_tool_calls", "reasoning_effort", "audio", "modalities", "store", "top_k"]),
+]
+
+
+@pytest.mark.parametrize("asked", NOTHING, ids=lambda asked: " ".join(asked)[:40])
+def test_a_field_that_asks_for_nothing_changes_nothing(server, asked):
+    status, reply = post(server, GREEDY | {"max_tokens": None, "max_completion_tokens": 12} | asked)
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, own(server, 12).text)
+
+
+def test_a_temperature_of_null_is_the_default_of_one(server):
+    texts = [post(server, {"seed": 3, "max_tokens": 9} | asked)[1]["choices"] for asked in ({"temperature": None}, {})]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("field", [*ChatRequest.model_fields, "response_format", "logit_bias", "max_completion_tokens"])
+def test_no_value_of_a_field_breaks_the_server(server, field):
+    deep = {}
+    for _ in range(80):
+        deep = {"a": [deep]}
+    message = {"role": "user", "content": "w3"}
+    values = [True, -1, 0.5, 1e999, 10**40, "", "\0", "w3", [], {}, [None], [[]], {"a": None}, [{"role": []}]]
+    values += [[message | {name: [deep]} for name in ("name", "tool_calls", "content")], [deep]]
+    values += [[message | {"role": role, "tool_calls": calls}] for role in ("user", "assistant") for calls in (5, [5])]
+    for value in values:
+        body = json.dumps({"model": "toy", "messages": [message], field: value}).encode()
+        try:
+            assert server.decoder.encode(validated(ChatRequest, body))
+        except ValueError as error:
+            assert str(error)
 
 
 def test_the_model_is_listed(client):
@@ -275,6 +355,7 @@ def test_the_page_loads_nothing_from_elsewhere_and_runs_no_inline_code(server):
     for path in ("/", "/page.css", "/page.js"):
         with urllib.request.urlopen(server.url + path) as reply:
             text = reply.read().decode()
-        assert ("default-src 'none'; script-src 'self'; style-src 'self'" in text) == (path == "/")
+            policy = reply.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'self'; ") and "unsafe" not in policy
         assert not re.search(r"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
         assert not re.search(r"<script(?! src=)| on\w+=|<style", text)

@@ -55,6 +55,7 @@ class ChatRequest(BaseModel):
     tools: list[Any] = []
     tool_choice: Literal["auto", "none"] = "auto"  # no answer is read for calls
     max_tokens: int | None = Field(None, gt=0)
+    stop: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=4)] = []
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -68,14 +69,14 @@ class ChatRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def read(cls, asked: Any) -> Any:
-        """Let null stand for a field's default, and refuse what is not served."""
+        """Let null stand for a field's default, and a text for a list of one stop string; refuse what is not served."""
         given = {name: value for name, value in asked.items() if value is not None} if isinstance(asked, dict) else {}
         if "max_tokens" not in given:
             given["max_tokens"] = given.pop("max_completion_tokens", None)
         others = [name for name in given if name not in cls.model_fields and name not in LABELS]
         if refused := [name for name in others if given[name] not in NEUTRAL.get(name, (0, "", [], {}))]:
             raise ValueError(f"{', '.join(refused[:9])} not supported: leave it out")
-        return given
+        return given | {"stop": [given["stop"]]} if isinstance(given.get("stop"), str) else given
 
     def sampler(self) -> Sampler:
         """Raises ValueError if an option is out of range."""
@@ -137,25 +138,48 @@ class Decoder:
         self.drafter.reset()
         session = Session(self.runner, self.drafter if asked.use_drafter else NoDrafter(), asked.sampler())
         num_new_tokens, eos = asked.max_tokens or self.max_tokens, self.base.eos
-        detokenizer, end = IncrementalDetokenizer(self.base.tokenizer), session.end_of(prompt, num_new_tokens)
+        written, end = AnswerText(self.base.tokenizer, asked.stop), session.end_of(prompt, num_new_tokens)
         for emitted, cost in session.decode(prompt, num_new_tokens, eos):
-            is_eos, is_cut = emitted[-1] in eos, len(session.seq) >= end
-            drafted, own = detokenizer.add(emitted[: cost.accepted]), detokenizer.add(emitted[cost.accepted :])
+            text, drafted, is_last = "", "", emitted[-1] in eos or len(session.seq) >= end
+            for count, token in enumerate(emitted, 1):
+                text += written.add(token, is_last and count == len(emitted))
+                drafted = text if count <= cost.accepted else drafted
+                if written.is_stopped:
+                    break
             step: Step = {
-                "text": drafted + own + (detokenizer.finish() if is_eos or is_cut else ""),
-                "finish_reason": "stop" if is_eos else "length" if is_cut else None,
+                "text": text,
+                "finish_reason": "stop" if written.is_stopped or token in eos else "length" if is_last else None,
                 "num_accepted_characters": len(drafted),
-                "num_tokens": len(emitted),
-                "num_accepted": cost.accepted,
-                "num_rejected": cost.fed_candidates - cost.accepted,
+                "num_tokens": count,
+                "num_accepted": (num_accepted := min(cost.accepted, count)),
+                "num_rejected": cost.fed_candidates - num_accepted,
                 "num_fed": cost.fed,
                 "seconds": sum(cost.seconds),
             }
             if asked.include_steps:
-                tree, path = session.last.tree, session.last.path
+                tree, path = session.last.tree, session.last.path[:count]
                 step |= {"parents": list(tree.parents), "num_scratch": tree.num_scratch, "path": path}
                 step["tokens"] = [token_text(self.base.tokenizer, token) for token in tree.tokens]
             yield step
+            if written.is_stopped:
+                return
+
+
+class AnswerText:
+    """The text of an answer up to the stop string that is complete first; what may begin one is held back."""
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self.stops, self.is_stopped, self._held = list(filter(None, stops)), False, ""
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+
+    def add(self, token: int, is_last: bool) -> str:
+        """Add a token, and return the text that has become final."""
+        text = self._held + self._detokenizer.add([token]) + (self._detokenizer.finish() if is_last else "")
+        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        begun = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        shown = min(found)[1] if found else len(text) - (0 if is_last else max(begun, default=0))
+        self.is_stopped, self._held = bool(found), text[shown:]
+        return text[:shown]
 
 
 def token_text(tokenizer: Any, token: int) -> str:

@@ -1,6 +1,6 @@
 """The replies to the real ``openai`` client: equal to our own `generate`, one after the other; and errors.
 
-What chat templates read is in test_messages.py, and connections in
+What chat templates read is in test_messages.py, where a text ends in test_stop.py, and connections in
 test_connections.py.
 """
 
@@ -221,6 +221,9 @@ REFUSED = {
     "two limits": ({"max_tokens": 5, "max_completion_tokens": 5}, 400, "max_completion_tokens not supported: leave it"),
     "two texts": ({"n": 2}, 400, "Input should be 1"),
     "log probabilities": ({"logprobs": True}, 400, "logprobs not supported: leave it out"),
+    "five stop strings": ({"stop": list("abcde")}, 400, "stop: List should have at most 4 items"),
+    "a stop token": ({"stop": [5]}, 400, "stop.0: Input should be a valid string"),
+    "a long stop string": ({"stop": "w" * 1001}, 400, "stop.0: String should have at most 1000 characters"),
     "too many tokens": ({"max_tokens": 4001}, 400, "max_tokens must be at most 4000"),
     "no tokens": ({"max_tokens": 0}, 400, "Input should be greater than 0"),
     "a long prompt": ({"messages": [{"role": "user", "content": "w3 " * 4096}]}, 400, "the context of toy-llama ends"),
@@ -295,6 +298,7 @@ NOTHING = [
     {"logprobs": False, "top_logprobs": 0, "n": 1, "best_of": 1, "top_k": -1, "top_p": 0.5},
     {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "me", "prompt_cache_key": "k"},
     {"stop": [], "tools": []},
+    {"stop": ["", "not written"]},
     {"temperature": 1e-6, "top_p": 0.9},
     dict.fromkeys(
         ["logit_bias", "logprobs", "top_logprobs", "presence_penalty", "n", "top_p", "stream", "stop", "seed"]

@@ -12,7 +12,6 @@ from data.tokenizer import load_tokenizer
 from inference.evaluate import plots
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.metrics import Summary, acceptance_length
-from inference.evaluate.plan import DrafterConditions
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.tables import COUNTING_RULE, benchmark_tables, footnotes, headline, measured_speeds, number
 from inference.verifier.session import common_prefix
@@ -20,8 +19,6 @@ from inference.verifier.session import common_prefix
 Decode = Callable[[list[int]], str]  # turns token ids into text
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-FILTERS = ("benchmark", "base", "dtype", "temperature")  # of the table of all drafters
-MAX_TIMING_ERROR = 0.1  # of a speed-up that is shown without a remark
 MAX_SHOWN_PER_DRAFTER = 12
 MAX_SHOWN_ANSWERS = 48  # of all drafters together, which limits the size of the page
 
@@ -44,12 +41,8 @@ def write_page(
     colours = plots.choose_colours(summaries)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
     environment.filters.update(number=number)
-    rows = [row for index, results in enumerate(every, 1) for row in overview_rows(results, index)]
-    rows.sort(key=lambda row: -(row["summary"].speed.best.value or 0.0))
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         parts=[_describe(results, decode, colours, drawn) for results, decode in parts],
-        rows=rows if len({(row["part"], row["benchmark"]) for row in rows}) > 1 else [],
-        choices={name: sorted({row[name] for row in rows}) for name in FILTERS},
         runs={name: run.describe() for results in every for name, run in results.runs.items()},
         colours=colours,
         counting_rule=COUNTING_RULE,
@@ -79,32 +72,6 @@ def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> De
     fits = all(decode_answer(turn.token_ids, reader).strip() == turn.text for turn in turns)
     decode: Any = reader.decode
     return decode if fits else None
-
-
-def overview_rows(results: EvaluationResults, part: int) -> list[dict[str, Any]]:
-    """A row for each drafter but the baseline on each benchmark, with what speaks against its figures."""
-    own = results.conditions
-    about = {"part": part, "base": own.base, "dtype": own.dtype, "temperature": f"{own.sampling.temperature:g}"}
-    summaries = ((benchmark, s) for benchmark, by_drafter in results.summaries.items() for s in by_drafter.values())
-    return [
-        {**about, "benchmark": benchmark, "summary": s, "remarks": remarks(s, results.drafter(s.drafter))}
-        for benchmark, s in summaries
-        if not s.is_baseline
-    ]
-
-
-def remarks(summary: Summary, drafter: DrafterConditions | None) -> str:
-    """What speaks against the figures of a drafter."""
-    lines, error = [], summary.speed.timing_error
-    if drafter and drafter.is_lossy:
-        lines.append("lossy")
-    elif summary.identical < summary.questions:
-        lines.append("texts differ from the base's")
-    if summary.speed.speedup.value is None:
-        lines.append("speed-up by wall time")
-    elif error is None or error > MAX_TIMING_ERROR:
-        lines.append("timing error unknown" if error is None else f"timing ± {100 * error:.0f} %")
-    return "; ".join(lines)
 
 
 def _describe(

@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from inference.evaluate.breakdowns import SHORTEST
 from inference.evaluate.intervals import Estimate
 from inference.evaluate.metrics import Summary
 
@@ -23,15 +22,6 @@ Lines = Mapping[str, Sequence[tuple[float, Estimate]]]  # the points of each dra
 VANILLA_GREY = "#969ba3"
 PALETTE = ("#3f7fdb", "#e2803a", "#2ea583", "#c4579f", "#8b6fd8", "#cfa02a", "#45acc9", "#d65a5a", "#7d9a3c", "#a5765a")
 FADED = ("#9fbfed", "#f0bf9c", "#96d2c1", "#e1abcf", "#c5b7eb", "#e7cf94", "#a2d5e5", "#eaacac", "#becc9d", "#d2baac")
-PHASE_COLOURS = {
-    "prefill": "#b4bac3",
-    "propose": "#e3a13f",
-    "forward": "#7590b0",
-    "accept": "#46a88a",
-    "commit": "#9478d2",
-    "observe": "#d4719f",
-    "other": "#868c95",
-}
 DASHED = (0, (4, 3))
 WIDTH = 5.6
 INK = "#7d8590"  # as in the style
@@ -75,23 +65,6 @@ def plot_bars(
     return figure
 
 
-def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
-    """A stacked bar for each drafter: the time per token of each phase of decoding."""
-    figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
-    ends = dict.fromkeys(summaries, 0.0)
-    for phase, colour in PHASE_COLOURS.items():
-        costs = [1000 * s.speed.phase_seconds.get(phase, 0.0) / max(s.tokens, 1) for s in summaries.values()]
-        axes.barh(range(len(costs)), costs, left=list(ends.values()), color=colour, label=phase, height=0.68)
-        ends = {drafter: end + cost for (drafter, end), cost in zip(ends.items(), costs, strict=True)}
-    for row, end in enumerate(ends.values()):
-        axes.annotate(f"{end:.1f}", (end, row), (4, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, 1.12 * max(ends.values()) or 1)
-    axes.set_xlabel("ms per token")
-    _as_rows(axes, summaries)
-    _legend_below(figure)
-    return figure
-
-
 # ---- lines
 
 
@@ -99,26 +72,12 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     """A line for each drafter: the share of steps that accept at least d draft tokens."""
     percents = {name: [100 * (rate.rate.value or 0) for rate in s.acceptance.rates] for name, s in summaries.items()}
     points = {name: [(at, Estimate(share)) for at, share in enumerate(own, 1)] for name, own in percents.items() if own}
-    figure = _lines("Steps that accept at least d draft tokens", {"% of steps": points}, colours, "d, draft tokens")
+    title, labels = "Steps that accept at least d draft tokens", ("d, draft tokens", "% of steps")
+    figure = _lines(title, points, colours, labels)
     (axes,) = figure.axes
     axes.set_xlim(0.7, max([1, *(sum(share >= 1 for share in own) for own in percents.values())]) + 0.3)
     axes.set_ylim(0, 10 * math.ceil(max([10.0, *(share for own in percents.values() for share in own)]) / 10))
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
-    return figure
-
-
-def plot_positions(summaries: Summaries, colours: Colours) -> Figure:
-    """A line for each drafter: acceptance length and median time of a step by position in the context."""
-    known = {name: [(max(each.start, SHORTEST // 2), each) for each in s.by_position] for name, s in summaries.items()}
-    panels = {
-        "acceptance length": {name: [(x, each.acceptance) for x, each in own] for name, own in known.items()},
-        "ms, median": {
-            name: [(x, Estimate(1000 * each.step_seconds)) for x, each in own] for name, own in known.items()
-        },
-    }
-    figure = _lines("Acceptance length and step time by position", panels, colours, "position in the context, tokens")
-    ticks = {x: f"{each.start:,}–\n{each.end - 1:,}" for own in known.values() for x, each in own}
-    _logarithmic(figure.axes[-1], ticks)
     return figure
 
 
@@ -128,8 +87,9 @@ def plot_concurrency(summaries: Summaries, colours: Colours) -> Figure:
     walls: dict[str, list[tuple[float, Estimate]]] = {}
     for summary in sorted(served, key=lambda summary: summary.concurrency or 0):
         walls.setdefault(summary.drafter, []).append((summary.concurrency or 0, summary.speed.wall))
-    own, panels = {summary.drafter: colours[summary.name] for summary in served}, {"tokens/s, × the baseline's": walls}
-    figure = _lines("Speed-up by requests at once", panels, own, "requests at once", is_relative=True)
+    by_drafter = {summary.drafter: colours[summary.name] for summary in served}
+    labels = "requests at once", "tokens/s, × the baseline's"
+    figure = _lines("Speed-up by requests at once", walls, by_drafter, labels, is_relative=True)
     _logarithmic(figure.axes[-1], {level: str(level) for level in sorted({s.concurrency or 0 for s in served})})
     return figure
 
@@ -148,8 +108,6 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
         plot_bars, title="Acceptance length", label="tokens per base forward", read=lambda s: s.acceptance.length
     ),
     "depths": plot_depths,
-    "phases": plot_phases,
-    "positions": plot_positions,
     "concurrency": plot_concurrency,
 }
 
@@ -162,8 +120,6 @@ def applicable(summaries: Summaries) -> list[str]:
         "speedup": not is_served,
         "acceptance": any(s.acceptance.length.value for s in every),
         "depths": not is_served or any(s.acceptance.rates for s in every),
-        "phases": not is_served,
-        "positions": any(len(s.by_position) > 1 for s in every),
         "concurrency": is_served and has_drafters,
     }
     return [plot for plot in PLOTS if conditions[plot]]
@@ -184,27 +140,26 @@ def _figure(height: float, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _lines(title: str, panels: Mapping[str, Lines], colours: Colours, label: str, is_relative: bool = False) -> Figure:
-    """Panels, by the label of their y axes, with a line for each drafter and a band for its intervals."""
-    figure = Figure(figsize=(WIDTH, 3.5 if len(panels) == 1 else 4.6), layout="constrained")
-    every = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
-    every[0].set_title(title)
-    for axes, (name, lines) in zip(every, panels.items(), strict=True):
-        for drafter, points in lines.items():
-            known = [(x, each.value, each.interval) for x, each in points if each.value is not None]
-            places, values = [x for x, *_ in known], [value for _, value, _ in known]
-            axes.plot(places, values, color=colours[drafter], label=drafter, marker="o")
-            if any(interval for *_, interval in known):
-                bounds = [interval or (value, value) for _, value, interval in known]
-                axes.fill_between(places, *zip(*bounds, strict=True), color=colours[drafter], alpha=0.15, linewidth=0)
-                label += "; shaded: 95 %" * ("shaded" not in label)
-        if is_relative:
-            axes.axhline(1, color=INK, linewidth=1, linestyle=DASHED)
-            label += "; dashed: the baseline"
-        axes.set_ylabel(name)
-        axes.set_ylim(bottom=0)
-        axes.grid(axis="both")
-    every[-1].set_xlabel(label)
+def _lines(title: str, lines: Lines, colours: Colours, labels: tuple[str, str], is_relative: bool = False) -> Figure:
+    """A line for each drafter and a band for its intervals; ``labels`` are those of the x and y axes."""
+    figure, axes = _figure(3.5, title)
+    label = labels[0]
+    for drafter, points in lines.items():
+        known = [(x, each.value, each.interval) for x, each in points if each.value is not None]
+        places, values = [x for x, *_ in known], [value for _, value, _ in known]
+        axes.plot(places, values, color=colours[drafter], label=drafter, marker="o")
+        if any(interval for *_, interval in known):
+            bounds = [interval or (value, value) for _, value, interval in known]
+            low, high = zip(*bounds, strict=True)
+            axes.fill_between(places, low, high, color=colours[drafter], alpha=0.15, linewidth=0)
+            label += "; shaded: 95 %" * ("shaded" not in label)
+    if is_relative:
+        axes.axhline(1, color=INK, linewidth=1, linestyle=DASHED)
+        label += "; dashed: the baseline"
+    axes.set_ylabel(labels[1])
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="both")
+    axes.set_xlabel(label)
     _legend_below(figure)
     return figure
 

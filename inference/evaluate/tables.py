@@ -47,7 +47,6 @@ class Table:
     rows: list[Row]
     note: str = ""
     terminal: tuple[str, ...] | None = None  # the columns that a terminal shows; None for all
-    is_sortable: bool = True  # whether the rows may stand in another order
 
     def rich(self) -> Iterator[RenderableType]:
         """The table for the terminal, in parts if it has many columns."""
@@ -212,7 +211,6 @@ def drafts_table(by_drafter: Mapping[str, Summary]) -> Table:
         "Second row: the share of the steps that accepted the position before. Efficiency: accepted / drafted tokens. "
         "Wasted: fed in vain for each emitted token. Fed: for each emitted token, 1 without a drafter.",
         terminal=(),
-        is_sortable=False,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness import ResultTable, alternate, main, show
 from inference import drafter_specs
 from inference.prompts import QuestionOptions
-from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
@@ -47,7 +47,8 @@ def against_transformers(
         num_lookup: Number of tokens that transformers' prompt lookup drafts.
         out: Markdown file to write.
     """
-    loaded = load_base(base, dtype, resolve_device("auto"))
+    prepare_process(device := resolve_device("auto"), sums_alike=True)
+    loaded = load_base(base, dtype, device)
     options = QuestionOptions(benchmark, limit, rows, max_new_tokens)
     assistant = load_base(draft_model, dtype, loaded.model.device).model if draft_model else None
     tables = []

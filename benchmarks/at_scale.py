@@ -25,7 +25,7 @@ from inference.evaluate import metrics
 from inference.evaluate.answers import Answer, answer_questions, comparable, median_answers
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
-from inference.verifier.base import Base, load_base, resolve_device
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step
@@ -75,6 +75,7 @@ def at_scale(
     if min(limit, repeats) < 1 or max_new_tokens < 2:
         raise ValueError("limit and repeats must be at least 1, and max_new_tokens at least 2")
     specs = _checked_specs(shape, drafter or ["prompt_lookup", "joint"])
+    prepare_process(resolve_device(device), sums_alike=True)
     small = load_base(base, "float32", resolve_device(device))
     options = QuestionOptions([benchmark], limit, rows, max_new_tokens, TEMPLATE)
     (prompts,) = options.select(small, options.load()).values()

@@ -15,7 +15,7 @@ from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
 from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.regenerate.answerers import decode_batch
-from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -55,7 +55,8 @@ def paper_figures(
             level + 1.
         out: Markdown file to write.
     """
-    loaded = load_base(base, dtype, resolve_device("auto"))
+    prepare_process(device := resolve_device("auto"), sums_alike=True)
+    loaded = load_base(base, dtype, device)
     options = QuestionOptions(benchmark, limit, rows, max_new_tokens)
     asked = options.select(loaded, options.load())
     tables = [words(loaded, asked), noise(loaded, asked, max_new_tokens)]

@@ -15,7 +15,7 @@ import torch
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import NUM_ROWS, make_runner
 from inference.verifier.runner import Runner
 
@@ -53,7 +53,7 @@ def steps(
         raise ValueError("repeats must be at least 2, contexts at least 1, and nodes at least 0")
     if compiled and max(nodes) >= NUM_ROWS[-1]:
         raise ValueError(f"nodes must be at most {NUM_ROWS[-1] - 1}: larger steps are not compiled")
-    torch_device = resolve_device(device)
+    prepare_process(torch_device := resolve_device(device), sums_alike=True)
     tables = []
     for name, dtype in product(bases, dtypes):
         base = (

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inference.generation import Generated, IncrementalDetokenizer, generate, stream
     from inference.speculation import Speculation, speculate
-    from inference.verifier.base import Base, load_base
+    from inference.verifier.base import Base, load_base, prepare_process
 
-__all__ = ["Base", "Generated", "IncrementalDetokenizer", "Speculation", "generate", "load_base", "speculate", "stream"]
+__all__ = [
+    "Base", "Generated", "IncrementalDetokenizer", "Speculation", "generate", "load_base", "prepare_process",
+    "speculate", "stream",
+]  # fmt: skip
 
 _HOMES = {
-    **dict.fromkeys(("Base", "load_base"), "verifier.base"),
+    **dict.fromkeys(("Base", "load_base", "prepare_process"), "verifier.base"),
     **dict.fromkeys(("Generated", "IncrementalDetokenizer", "generate", "stream"), "generation"),
     **dict.fromkeys(("Speculation", "speculate"), "speculation"),
 }

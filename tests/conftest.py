@@ -7,7 +7,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, so that no test uses the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, as in this one
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as `sum_alike` sets it in `load_base`
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as `prepare_process` does
 if os.path.exists("/proc/cpuinfo") and "Intel" in open("/proc/cpuinfo").read():  # noqa: SIM115
     os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 

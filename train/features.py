@@ -35,7 +35,7 @@ from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
 from inference.runs import folder_above, progress_bars
-from inference.verifier.base import Base, Dtype, base_hash, keep_freed_memory, load_base, resolve_device
+from inference.verifier.base import Base, Dtype, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def features(
     if batch_size < 1 or shard_megabytes <= 0:
         raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
     loaded = load_base(base, base_dtype, resolve_device(device), bitwise=False)
-    keep_freed_memory(loaded.model.device)
+    prepare_process(loaded.model.device)
     if max_length > loaded.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "

@@ -15,7 +15,7 @@ from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, keep_freed_memory, load_base
+from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, prepare_process
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
@@ -132,7 +132,7 @@ class DrafterTraining(L.LightningModule):
             shard_layers(self.base, self.trainer.strategy.root_device)
         # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
         self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
-        keep_freed_memory(self.trainer.strategy.root_device)
+        prepare_process(self.trainer.strategy.root_device)
 
     def base_hash(self) -> str:
         """Return `base_hash` of the base, which is computed once."""

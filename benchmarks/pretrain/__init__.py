@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from data.conversations import Conversation, load_conversations
 from data.files import atomic_folder, write_checksums
 from data.tokenizer import load_tokenizer
-from inference.verifier.base import keep_freed_memory
+from inference.verifier.base import prepare_process
 from train.checkpoints import read_checkpoint
 from train.cli import user_errors
 from train.optimizer import adamw, with_schedule
@@ -167,7 +167,7 @@ def run(args: list[str]) -> None:
         if args[:1] == ["fit"]:
             from train.lightning_cli import run as fit
 
-            keep_freed_memory(torch.device("cpu"))
+            prepare_process(torch.device("cpu"))
             fit(args, shlex.join(["python", "-m", "benchmarks.pretrain", *args]), BaseTraining, "model.tokenizer")
         else:
             auto_cli([tokenizer, export], args=args)

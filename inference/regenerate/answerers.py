@@ -17,7 +17,7 @@ from data.conversations import Message
 from data.files import redacted, validated
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
-from inference.verifier.base import Base, base_hash, keep_freed_memory
+from inference.verifier.base import Base, base_hash
 from inference.verifier.cache import BufferCache
 from inference.verifier.layers import cache_argument
 from inference.verifier.options import GREEDY, SamplingOptions
@@ -46,7 +46,6 @@ class LocalAnswerer:
 
     def __init__(self, base: Base, max_length: int) -> None:
         self.base, self.max_length = base, max_length  # tokens of a prompt and its answer
-        keep_freed_memory(base.model.device)
 
     @property
     def weights(self) -> str:

@@ -230,33 +230,27 @@ def load_base(
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
     model = model.to(device).eval().requires_grad_(False)
-    base = Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
-    if base.wants_bitwise:
-        sum_alike()
     if packed:
         pack_weights(model)
-    return base
+    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """Let glibc reuse the memory that tensors free on a CPU, instead of giving it back, while this process runs.
+def prepare_process(device: str | torch.device = "cpu", sums_alike: bool = False) -> None:
+    """Change settings of this process that make it decode faster on a CPU; the commands do, a program of yours may.
 
-    By default it gives back every large block, and the system fills with zeros what it hands out again.
+    glibc then reuses the memory that tensors free, while it would give back every large block, and the system fill with
+    zeros what it hands out again. With ``sums_alike``, the matrix libraries sum a row alike whatever rows are beside
+    it, which bit-identical rows need: on AMX's tiles oneDNN rounds a few rows otherwise, and so does MKL on Intel's
+    processors. Both read their variables before their first product.
     """
-    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+    if sums_alike:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+        if "Intel" in processor_name():
+            os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+    if torch.device(device).type == "cpu" and platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block comes from mmap, which would be unmapped as soon as it is freed
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the largest int
-
-
-def sum_alike() -> None:
-    """Let the matrix libraries sum a row alike whatever rows are beside it: both read this before their first product.
-
-    On AMX's tiles oneDNN rounds a few rows otherwise, and so does MKL on Intel's processors, which others do not need.
-    """
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    if "Intel" in processor_name():
-        os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 
 def load_base_info(name: str) -> BaseConfig:

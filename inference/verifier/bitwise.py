@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from drafters.tree import DraftTree
 
@@ -36,7 +36,9 @@ KEY_BLOCK = 512  # torch's attention on a CPU reads the keys in blocks of this s
 ROW_MULTIPLE, MIN_COLUMNS = 4, 16  # products of fewer rows, or with fewer columns, sum in another order
 LOWEST = -1e30  # what a mask adds; finite, so that a part that is masked as a whole has no NaN
 UNKNOWN = "s_aux", "position_bias"  # arguments of transformers' attention that change it: sinks and biases
-EAGER = "eager_bitwise"  # the implementation of models with soft-capping, which sdpa cannot compute
+# The names by which transformers finds `attend`; the second is for models with soft-capping, which sdpa cannot compute.
+SDPA, EAGER = "sdpa_bitwise", "eager_bitwise"
+OWN_NAMES = {"sdpa": SDPA, "eager": EAGER}
 
 
 # ---- which keys each row reads
@@ -302,9 +304,20 @@ def _attend_step(query: Tensor, key: Tensor, value: Tensor, keys: StepKeys, scal
 # ---- where transformers finds it
 
 
-AttentionInterface.register("sdpa", attend)
-AttentionInterface.register(EAGER, attend)
-AttentionMaskInterface.register(EAGER, eager_mask)
+for name, mask in ((SDPA, sdpa_mask), (EAGER, eager_mask)):
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+
+
+def use_own_attention(config: Any) -> None:
+    """Let a model attend by `attend`, which computes what its own attention does unless row groups are given."""
+    if config._attn_implementation == "sdpa" or getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = OWN_NAMES.get(config._attn_implementation, config._attn_implementation)
+
+
+def use_transformers_attention(config: Any) -> None:
+    """Undo `use_own_attention`."""
+    config._attn_implementation = config._attn_implementation.removesuffix("_bitwise")
 
 
 def carrier(groups: Sequence[RowGroup], num_rows: int, num_keys: int) -> Tensor:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from logging import getLogger
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree, Growth
 from inference.verifier.attention import attention_spans, longrope_border
-from inference.verifier.bitwise import BLOCK, EAGER, MAX_DEPTH
+from inference.verifier.bitwise import BLOCK, EAGER, MAX_DEPTH, SDPA, use_own_attention, use_transformers_attention
 from inference.verifier.layers import takes_argument, unwrap
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ EXACT_LIMITS = 2e-5, 1e-3
 ROUNDED_LIMITS = 0.02, 0.2
 
 
+# What was found of models, by their states, as long as they live.
+_passed: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()
+_multiples: WeakKeyDictionary[Any, dict[object, int | None]] = WeakKeyDictionary()
+
+
 def check_config(base: Base) -> None:
     """Raise ValueError if draft trees cannot be fed to a model by its configuration, its mode or autocast."""
     model: Any = base.model
@@ -51,7 +57,7 @@ def check_config(base: Base) -> None:
         if not isinstance(getattr(config, size, None), int):
             raise ValueError(f"{base.name} has no {size} in its config: not supported")
     attention = getattr(config, "_attn_implementation", None)
-    if attention not in (None, "sdpa", "eager", EAGER):
+    if attention not in (None, "sdpa", "eager", SDPA, EAGER):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
     if not takes_argument(unwrap(model).__class__, "position_ids"):
         raise ValueError(f"{base.name} takes no position_ids, so draft trees cannot be fed to it: not supported")
@@ -93,7 +99,7 @@ def model_state(model: Any) -> int:
 
 def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
     """Check a model by a runner made for that, unless it was found right in this state."""
-    passed = model.__dict__.setdefault("_drafters_checked", set())
+    passed = _passed.setdefault(model, set())
     if state not in passed:
         check_base(make_runner())
         passed.add(state)
@@ -224,15 +230,13 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
 def row_multiple(runner: Any) -> int | None:
     """Return the `measure_row_multiple` of a runner's model, measured once for each state of it.
 
-    A model whose attention is eager because of its soft-capping is switched to `EAGER`, if it has one.
+    A model that has one then attends by `bitwise.attend`.
     """
     model, config = runner.base.model, runner.causal_lm.config
     if any("expert" in name for name, _ in model.named_modules()):
         return None  # an expert multiplies few rows, however many are fed
-    if config._attn_implementation == "eager" and getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = EAGER
-    known = model.__dict__.setdefault("_drafters_row_multiples", {})
-    state = model_state(model), runner.multiples
+    use_own_attention(config)
+    known, state = _multiples.setdefault(model, {}), (model_state(model), runner.multiples)
     if state not in known:
         try:
             known[state] = measure_row_multiple(runner)
@@ -243,8 +247,8 @@ def row_multiple(runner: Any) -> int | None:
                 raise ValueError(f"{runner.base.name} has no bit-identical rows here ({cause_of(error)})") from error
             getLogger(__name__).debug("no bit-identical rows", exc_info=error)
             known[state] = None
-    if known[state] is None and config._attn_implementation == EAGER:
-        config._attn_implementation = "eager"
+    if known[state] is None:
+        use_transformers_attention(config)
     return known[state]
 
 

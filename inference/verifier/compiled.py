@@ -19,7 +19,7 @@ from inference.verifier.attention import Fed, first_visible, longrope_border, vi
 from inference.verifier.base import Base
 from inference.verifier.bitwise import BLOCK, LOWEST, MAX_DEPTH, TAIL, StepKeys, tail_places
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import difference, rounding_limits, row_multiple, usual_tokens
+from inference.verifier.check import difference, model_state, rounding_limits, row_multiple, usual_tokens
 from inference.verifier.layers import PLAIN_MODEL_TYPES, run_base
 from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import ForwardOutput, Runner
@@ -79,7 +79,7 @@ class CompiledRunner(Runner):
                     f"{base.name} has no bit-identical rows in compiled steps{f' ({unfit})' if unfit else ''}: leave "
                     "out --forward compiled or --bitwise true"
                 )
-            self.row_multiple, self._is_measured = multiple, True
+            self.row_multiple, self._is_measured, self.state = multiple, True, model_state(base.model)
         self.reset()
         super()._forward(text, DraftTree(), ())
         self.commit([])

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from transformers import LogitsProcessor
 
-from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
 
@@ -44,7 +44,9 @@ class ModelOptions:
         return self.load_on(resolve_device(self.device))
 
     def load_on(self, device: torch.device) -> Base:
-        """Load the base to a device."""
+        """Load the base to a device, and prepare this process for it."""
+        is_half = self.dtype in ("bfloat16", "float16") and not self.compile
+        prepare_process(device, sums_alike=is_half if self.bitwise is None else self.bitwise)
         return load_base(self.base, self.dtype, device, packed=self.forward == "packed", bitwise=self.bitwise)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import TreeAttention
-from inference.verifier.base import Base, keep_freed_memory
+from inference.verifier.base import Base
 from inference.verifier.bitwise import MAX_DEPTH
 from inference.verifier.cache import BufferCache
 from inference.verifier.check import check_config, check_once, model_state, row_multiple
@@ -54,7 +54,6 @@ class Runner:
         self._cache = BufferCache(base.model.config.num_hidden_layers)
         self.row_multiple: int | None = None
         self.reset()
-        keep_freed_memory(self.device)
         if base.wants_bitwise:
             self.row_multiple = row_multiple(self)
             if base.bitwise and self.row_multiple is None:

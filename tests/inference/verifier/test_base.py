@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LlamaConfig
 from drafters import ANPD
 from inference import Speculation, generate, stream
 from inference.verifier.base import Base, load_base, load_tokenizer, resolve_device, shape_of, tokenizer_hash
+from inference.verifier.options import ModelOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
@@ -48,8 +49,8 @@ def refusal(name, load=load_base):
 def test_freed_memory_is_used_again_without_new_pages():
     code = """
 import resource, torch
-from inference.verifier.base import keep_freed_memory
-keep_freed_memory(torch.device("cpu"))
+from inference.verifier.base import prepare_process
+prepare_process(torch.device("cpu"))
 for _ in range(24):
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24)  # 64 MB, of which glibc keeps up to eight before it uses one again
@@ -58,10 +59,15 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1000  # 16,
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("bitwise", "is_limited"), [(None, True), (False, False)])
-def test_the_matrix_libraries_are_limited_where_bits_are_wanted(whole, monkeypatch, bitwise, is_limited):
+@pytest.mark.parametrize(
+    ("dtype", "bitwise", "is_limited"),
+    [("bfloat16", None, True), ("bfloat16", False, False), ("float32", None, False), ("float32", True, True)],
+)
+def test_commands_limit_the_matrix_libraries_where_bits_are_wanted(whole, monkeypatch, dtype, bitwise, is_limited):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    load_base(str(whole), "bfloat16", bitwise=bitwise)
+    load_base(str(whole), dtype, bitwise=bitwise)
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ, "a library changes no settings of the process"
+    ModelOptions(str(whole), dtype, "cpu", bitwise=bitwise).load()
     assert ("ONEDNN_MAX_CPU_ISA" in os.environ) == is_limited
 
 

@@ -334,7 +334,7 @@ def test_the_model_itself_computes_as_before(make_family):
     base = make_family("LLaMA", torch.bfloat16)
     ids = torch.randint(3, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     before = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
-    assert Runner(base).row_multiple and base.model.config._attn_implementation == "sdpa"
+    assert Runner(base).row_multiple and base.model.config._attn_implementation == "sdpa_bitwise"
     after = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -123,7 +124,8 @@ def generate(
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
             for prompt, sampler in zip(encoded, samplers, strict=True)
         ]
-    return [Generated(_decode(base.tokenizer, own.tokens), own.tokens, own.steps, own.seconds) for own in generations]
+    texts = [IncrementalDetokenizer(base.tokenizer).add(own.tokens, is_last=True) for own in generations]
+    return [Generated(text, own.tokens, own.steps, own.seconds) for text, own in zip(texts, generations, strict=True)]
 
 
 def stream(
@@ -159,27 +161,32 @@ class IncrementalDetokenizer:
     """Turns tokens into text as they are generated, in pieces that are final.
 
     A token may end within a character, and the text of a token may depend on the token before it (spaces). So each
-    piece is decoded together with the previous one, and held back while it ends with an incomplete character.
+    piece is decoded together with the previous one, and held back while it ends with an incomplete character. Tokens
+    are read one by one, so that the text does not depend on how many are added at once.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        self._decode: Any = partial(tokenizer.decode, **options)
         self._last_piece: list[int] = []  # tokens of the last piece that was returned
         self._waiting: list[int] = []  # tokens whose text was not returned yet
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """Add tokens, and return the text that has become final; often empty."""
-        self._waiting += tokens
-        text = self.finish()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._last_piece, self._waiting = self._waiting, []
-        return text
+    def add(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """Add tokens, and return the text that has become final, often empty; after the last ones, all that is left."""
+        final = ""
+        for token in tokens:
+            self._waiting.append(token)
+            text = self.finish()
+            if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self._last_piece, self._waiting = self._waiting, []
+                final += text
+        return final + self.finish() if is_last else final
 
     def finish(self) -> str:
         """Return what is still held back when the text ends."""
-        prefix = _decode(self.tokenizer, self._last_piece)
-        return _decode(self.tokenizer, self._last_piece + self._waiting)[len(prefix) :]
+        prefix, text, alone = map(self._decode, (self._last_piece, self._last_piece + self._waiting, self._waiting))
+        # With bytes that are no character, those of the character before them may not be one either.
+        return text[len(prefix) :] if text.startswith(prefix) else alone
 
 
 class _RunnerPool(dict[tuple[bool, bool], Runner]):
@@ -245,8 +252,3 @@ def _encode(prompt: Any, base: Base, options: GenerateOptions) -> list[int]:
         token_ids = encode_prompt(parts, tokenizer, "tokenizer")
     check_prompt(base, token_ids, options.max_new_tokens)
     return token_ids
-
-
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Return the text of tokens without special tokens."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -7,9 +7,12 @@ import random
 import subprocess
 import sys
 import weakref
+from functools import cache
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 import inference
 from inference import generate, stream
@@ -115,6 +118,66 @@ def test_pieces_are_complete_characters_and_join_to_the_text(chat, text, seed):
         ids = ids[size:]
         assert text.startswith(shown)
     assert shown + growing.finish() == text
+
+
+@cache
+def byte_fallback():
+    """A tokenizer like LLaMA's: characters that it does not know are written as their bytes, and spaces as a mark."""
+    vocab = {
+        token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Helo"])
+    }
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["Hello 👋🏽 Hello", "👩‍🚀é 漢字", "é", "Hello"])
+def test_a_text_cut_anywhere_is_the_same_in_pieces_of_any_size(text):
+    tokenizer = byte_fallback()
+    ids = tokenizer(text).input_ids
+    for end in range(len(ids) + 1):
+        texts = set()
+        for size in (1, 2, 3, 4, len(ids)):
+            detokenizer = IncrementalDetokenizer(tokenizer)
+            pieces = [detokenizer.add(ids[start : min(start + size, end)]) for start in range(0, end, size)]
+            assert all(text.startswith(piece) for piece in ("".join(pieces[:count]) for count in range(len(pieces))))
+            texts.add("".join(pieces) + detokenizer.finish())
+        (cut,) = texts
+        complete = cut.rstrip("\N{REPLACEMENT CHARACTER}")
+        missing = text.encode()[len(complete.encode()) :]
+        assert text.startswith(complete) and len(cut) - len(complete) < max(2, len(missing[:4]))
+    assert cut == text
+
+
+@pytest.mark.parametrize("num_tokens", range(4, 16))
+def test_pieces_join_to_the_text_of_generate_where_characters_are_bytes(make_base, oracle, num_tokens):
+    base, tokenizer = make_base(vocab=262), byte_fallback()
+    base = type(base)("bytes", base.model, tokenizer)
+    answer = tokenizer("Hello 👋🏽").input_ids
+    arguments = {"max_new_tokens": num_tokens, "logits_processor": [Writes(answer)], "eos": []}
+    (one,) = generate(base, [3], oracle([3, *answer]), **arguments)
+    assert one.token_ids == answer[:num_tokens]
+    for drafter in ("none", oracle([3, *answer], 3), oracle([3, *answer])):
+        assert "".join(stream(base, [3], drafter, **arguments)) == one.text
+    assert one.text.rstrip("\N{REPLACEMENT CHARACTER}") in (
+        "Hello 👋",
+        "Hello ",
+        "Hello 👋🏽",
+        *("Hello"[:i] for i in range(6)),
+    )
+
+
+class Writes(LogitsProcessor):
+    """Makes a base write a text behind a prompt of one token."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, input_ids, scores):
+        scores[:, self.text[min(input_ids.shape[1], len(self.text)) - 1]] = 1e6
+        return scores
 
 
 @pytest.mark.slow

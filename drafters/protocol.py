@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,7 @@ class StepResult:
         return self.hidden[torch.tensor(rows, device=self.hidden.device)]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes draft trees for one text at a time: `begin`, then `propose` and `observe` alternately.
 

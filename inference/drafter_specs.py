@@ -17,9 +17,10 @@ from data.tokenizer import find_folder, tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs
-from drafters.registry import Registration, find_class, learned, register, registered
+from drafters.registry import MODULES, Registration, find_class, learned, register, registered
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
+from inference.arguments import must_be
 from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base
 from inference.verifier.draft_model import DraftModelSession, DraftRunner, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
@@ -27,6 +28,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session
 
+AnyDrafter = str | Path | Drafter  # a spec, the folder of a trained drafter, or an object
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
 
@@ -47,7 +49,8 @@ class Spec(NamedTuple):
     def registration(self) -> Registration:
         """The registered drafter of this name; raises ValueError if there is none."""
         if self.name not in registered():
-            raise ValueError(f"unknown drafter {self.name!r}; known are {known()}")
+            hint = f"the environment variable {MODULES} names modules with more"
+            raise ValueError(f"unknown drafter {self.name!r}; known are {known()}; {hint}")
         return registered()[self.name]
 
 
@@ -93,11 +96,24 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> S
     return Session(runner, make(spec, runner), sampler)
 
 
-def make(spec: str, runner: Runner) -> Drafter:
-    """Build the drafter that a spec names, ready to decode with the base of ``runner``.
+def resolve(drafter: AnyDrafter) -> str | Drafter:
+    """Return the spec of a drafter, or the object itself; raises ValueError if it is neither, or unknown."""
+    if isinstance(drafter, Path):
+        drafter = f"{name_of(checkpoint.read_config(drafter_folder(str(drafter))))}={drafter}"
+    if isinstance(drafter, str):
+        _ = split(drafter).registration
+    elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise must_be("drafter", "a name such as anpd, the Path of a folder, or a drafter object", drafter)
+    return drafter
+
+
+def make(drafter: AnyDrafter, runner: Runner) -> Drafter:
+    """Build the drafter that a spec names, ready to decode with the base of ``runner``; an object is returned as it is.
 
     Raises ValueError if a name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
+    if not isinstance(spec := resolve(drafter), str):
+        return spec
     parts, base = split(spec), runner.base
     build, learned_class = parts.registration.build, parts.registration.learned_class
     if learned_class:

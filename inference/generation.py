@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
-from typing import Any
+from typing import Annotated, Any, cast
 
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.conversations import text_of
+from data.files import check_encodable, reading
 from data.templates import encode_prompt
-from drafters.protocol import Drafter
-from inference import drafter_specs
+from inference.arguments import checks_arguments, must_be, plain
+from inference.drafter_specs import AnyDrafter, make
 from inference.verifier.base import Base
 from inference.verifier.check import check_config, model_state
 from inference.verifier.compiled import make_runner
@@ -22,9 +25,12 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
 
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+BYTES = bytes | bytearray | memoryview  # which Python takes for lists of integers
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class GenerateOptions(SamplingOptions):
     """The keyword arguments that `generate` and `stream` share, besides those of `SamplingOptions`.
@@ -34,7 +40,8 @@ class GenerateOptions(SamplingOptions):
     Args:
         tokenizer: Tokenizer of a transformers model; must be left out with a `Base`, which has its own.
         max_new_tokens: Maximum number of new tokens of a text. A text also ends where the base's context ends.
-        eos: Tokens that end a text; by default the base's own end-of-sequence tokens.
+        eos: Id of the token that ends a text, or several; by default the base's own end-of-sequence tokens.
+        tools: Tools that the chat template offers to the base: JSON objects, or functions, as transformers reads them.
         logits_processor: Logits processors of transformers, applied before temperature, top_k and top_p. They are
             called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
         check: Whether the base is checked at the first call, and again after the model has changed: the logits of a few
@@ -45,16 +52,17 @@ class GenerateOptions(SamplingOptions):
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
-    max_new_tokens: int = 256
-    eos: int | Collection[int] | None = None
-    logits_processor: Sequence[LogitsProcessor] = ()
+    max_new_tokens: Annotated[int, Field(ge=1)] = 256
+    eos: TokenId | Sequence[TokenId] | set[TokenId] | frozenset[TokenId] | None = None
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
+    logits_processor: Sequence[Callable[..., Any]] = ()
     check: bool = True
     compile: bool = False
     bitwise: bool | None = None
 
     def sampler_of(self, index: int) -> Sampler:
         """The sampler of a prompt."""
-        return replace(self, seed=self.seed + index).sampler(self.logits_processor)
+        return replace(self, seed=self.seed + index).sampler(self.logits_processor)  # type: ignore[arg-type]
 
     def wrap(self, base: Base | PreTrainedModel) -> Base:
         """Return what was given as the base as a `Base`; raises ValueError if it is none."""
@@ -63,7 +71,7 @@ class GenerateOptions(SamplingOptions):
                 raise ValueError(f"{base.name} has a tokenizer of its own: leave tokenizer out")
             bitwise = base.bitwise if self.bitwise is None else self.bitwise
             base = replace(base, check=base.check and self.check, bitwise=bitwise)
-        elif not hasattr(base, "get_output_embeddings"):
+        elif not isinstance(base, nn.Module) or not hasattr(base, "get_output_embeddings"):
             raise ValueError(f"base must come from load_base or be a model of transformers, not {type(base).__name__}")
         elif self.tokenizer is None:
             raise ValueError("a model of transformers comes without its tokenizer: pass tokenizer=...")
@@ -74,8 +82,11 @@ class GenerateOptions(SamplingOptions):
         return base
 
     def end_tokens(self, base: Base) -> frozenset[int]:
-        """The tokens that end a text."""
-        return base.eos if self.eos is None else frozenset([self.eos] if isinstance(self.eos, int) else self.eos)
+        """The tokens that end a text; raises ValueError if the base has no such token."""
+        ids = base.eos if self.eos is None else frozenset([self.eos] if isinstance(self.eos, int) else self.eos)
+        if self.eos is not None and max(ids, default=0) >= base.config.vocab_size:
+            raise ValueError(f"eos names the token {max(ids)}, but {base.name} has only {base.config.vocab_size}")
+        return ids
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Generated:
 
 
 def generate(
-    base: Base | PreTrainedModel, prompts: Prompt | Sequence[Prompt], drafter: str | Drafter = "anpd", **options: Any
+    base: Base | PreTrainedModel, prompts: Prompt | Sequence[Prompt], drafter: AnyDrafter = "anpd", **options: Any
 ) -> list[Generated]:
     """Generate a text for each prompt, in order: the same tokens as without a drafter, in fewer base forwards.
 
@@ -108,18 +119,18 @@ def generate(
     Args:
         base: The result of `load_base`, or a causal language model of transformers.
         prompts: One prompt or a list of prompts. A prompt is a text, which is encoded as it stands; a list of chat
-            messages ``{"role": ..., "content": ...}``, rendered by the tokenizer's chat template; or a list of token
-            ids.
-        drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), built for this call; or a drafter
-            object.
+            messages ``{"role": ..., "content": ...}``, handed with all that they hold to the tokenizer's chat template;
+            or a list of token ids.
+        drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), or the `Path` of the folder of a
+            trained one, built for this call; or a drafter object.
         options: Any of `GenerateOptions`, such as ``max_new_tokens=64``.
     """
     chosen = GenerateOptions(**options)
     base = chosen.wrap(base)
-    encoded = [_encode(prompt, base, chosen) for prompt in (prompts if _is_list(prompts) else [prompts])]
-    samplers = [chosen.sampler_of(index) for index in range(len(encoded))]
+    encoded = [_encode(prompt, base, chosen) for prompt in _listed(prompts)]
+    samplers, eos = [chosen.sampler_of(index) for index in range(len(encoded))], chosen.end_tokens(base)
     with acquire_runner(base, chosen.compile) as runner:
-        built, eos = make_drafter(drafter, runner), chosen.end_tokens(base)
+        built = make(drafter, runner)
         generations = [
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
             for prompt, sampler in zip(encoded, samplers, strict=True)
@@ -128,33 +139,31 @@ def generate(
     return [Generated(text, own.tokens, own.steps, own.seconds) for text, own in zip(texts, generations, strict=True)]
 
 
-def stream(
-    base: Base | PreTrainedModel, prompt: Prompt, drafter: str | Drafter = "anpd", **options: Any
-) -> Iterator[str]:
+def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "anpd", **options: Any) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     The arguments are those of `generate`. The call itself refuses them if they are wrong, not the first piece.
     """
     chosen = GenerateOptions(**options)
     base = chosen.wrap(base)
-    prompts: Any = prompt if _is_list(prompt) else [prompt]
+    prompts = _listed(prompt)
     if len(prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(prompts)}")
     encoded, sampler, eos = _encode(prompts[0], base, chosen), chosen.sampler_of(0), chosen.end_tokens(base)
-    with acquire_runner(base, chosen.compile):
-        pass  # refuses a base now, not with the first piece
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
         with acquire_runner(base, chosen.compile) as runner:
-            session = Session(runner, make_drafter(drafter, runner), sampler)
+            session = Session(runner, make(drafter, runner), sampler)
+            yield ""  # the call itself asks for this one, so that it refuses the base and the drafter
             for emitted, _ in session.decode(encoded, chosen.max_new_tokens, eos):
                 if piece := detokenizer.add(emitted):
                     yield piece
         if piece := detokenizer.finish():
             yield piece
 
-    return pieces()
+    next(begun := pieces())
+    return begun
 
 
 class IncrementalDetokenizer:
@@ -165,13 +174,15 @@ class IncrementalDetokenizer:
     are read one by one, so that the text does not depend on how many are added at once.
     """
 
+    @checks_arguments
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         self._decode: Any = partial(tokenizer.decode, **options)
         self._last_piece: list[int] = []  # tokens of the last piece that was returned
         self._waiting: list[int] = []  # tokens whose text was not returned yet
 
-    def add(self, tokens: Sequence[int], is_last: bool = False) -> str:
+    @checks_arguments
+    def add(self, tokens: Sequence[TokenId], is_last: bool = False) -> str:
         """Add tokens, and return the text that has become final, often empty; after the last ones, all that is left."""
         final = ""
         for token in tokens:
@@ -221,34 +232,39 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
         pool[kind] = runner
 
 
-def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:
-    """Build a drafter from its name as on the command line; a drafter object is returned as it is."""
-    return drafter_specs.make(drafter, runner) if isinstance(drafter, str) else drafter
-
-
-def _is_list(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is a list of prompts, not one prompt."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return False
-    return not (prompts and isinstance(prompts[0], Integral | Mapping))
+def _listed(prompts: Any) -> Sequence[Any]:
+    """Return a list of prompts, or one prompt as a list."""
+    prompts = plain(prompts)
+    is_one = isinstance(prompts, str | BYTES) or not isinstance(prompts, Sequence)
+    return prompts if not is_one and all(isinstance(prompt, Sequence) for prompt in prompts) else [prompts]
 
 
 def _encode(prompt: Any, base: Base, options: GenerateOptions) -> list[int]:
     """Return the token ids of a prompt; ValueError if it has none of the three forms, or does not fit the base."""
-    tokenizer = base.tokenizer
-    parts: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [None]
-    if isinstance(prompt, str):
-        token_ids = list(tokenizer(prompt).input_ids)
-    elif all(isinstance(part, Integral) for part in parts):
-        token_ids = [int(part) for part in parts]
-    elif not all(isinstance(part, Mapping) and {"role", "content"} <= part.keys() for part in parts):
-        raise ValueError(
-            'a prompt must be a text, a list of {"role": ..., "content": ...} or a list of token ids, '
-            f"not {type(prompt).__name__}"
-        )
-    elif not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template: pass a text or token ids")
-    else:
-        token_ids = encode_prompt(parts, tokenizer, "tokenizer")
-    check_prompt(base, token_ids, options.max_new_tokens)
+    tokenizer, tools = base.tokenizer, cast(Any, options.tools)
+    parts: list[Any] = [*prompt] if isinstance(prompt, Sequence) and not isinstance(prompt, str | BYTES) else [None]
+    with reading("the prompt"):
+        check_encodable([prompt, tools])
+        if isinstance(prompt, str) and not tools:
+            token_ids = list(tokenizer(prompt).input_ids)
+        elif all(type(part) is int for part in parts) and not tools:
+            token_ids = parts
+        elif not all(map(_is_message, parts)):
+            forms = 'a text or token ids, without tools, or a list of {"role": ..., "content": ...}'
+            raise must_be("the prompt", forms, prompt)
+        elif not tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template: pass a text or token ids")
+        else:
+            texts = [{"content": text_of(part["content"])} if "content" in part else {} for part in parts]
+            messages = [{**part, **text} for part, text in zip(parts, texts, strict=True)]
+            token_ids = encode_prompt(messages, tokenizer, "tokenizer", tools)
+            if tools and token_ids == encode_prompt(messages, tokenizer, "tokenizer"):
+                raise ValueError("the chat template ignores tools: leave them out")
+        check_prompt(base, token_ids, options.max_new_tokens)
     return token_ids
+
+
+def _is_message(part: Any) -> bool:
+    """Whether this is a message with a role, and with a text or tool calls."""
+    has_role = isinstance(part, Mapping) and isinstance(part.get("role"), str)
+    return has_role and (isinstance(text_of(part.get("content")), str) or bool(part.get("tool_calls")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
@@ -19,7 +19,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter
 from inference import drafter_specs
-from inference.generation import acquire_runner, make_drafter
+from inference.arguments import checks_arguments
+from inference.drafter_specs import AnyDrafter
+from inference.generation import acquire_runner
 from inference.verifier.base import Base
 from inference.verifier.processing import ScoreProcessors, is_one_of
 from inference.verifier.runner import Runner
@@ -27,7 +29,7 @@ from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Generation, Session, Step, acceptance_length
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
 CACHE_NAMES = {"cache", "past_key_values"}  # since transformers 5.24 and before it
@@ -47,8 +49,8 @@ class Speculation:
     """A decoding loop for ``model.generate``: ``custom_generate=Speculation("anpd")``.
 
     Greedy text is the same as without speculation, token for token. Sampled text follows the model's distribution after
-    the requested temperature, top_k, top_p and so on; its draws are keyed by a number from torch's global generator, so
-    ``torch.manual_seed`` repeats them. Several prompts are decoded one after the other.
+    the requested temperature, top_k, top_p and so on; its draws are others than without speculation, keyed by a number
+    from torch's global generator, so that ``torch.manual_seed`` repeats them. Several prompts are decoded one by one.
 
     Logits processors, those of ``generate`` (repetition_penalty, bad_words_ids, ...) and your own, are called as
     without speculation: once for each new token, in order, with the text before it. So they may even keep a state.
@@ -66,14 +68,16 @@ class Speculation:
         check, compile: As in `inference.generation.GenerateOptions`.
     """
 
+    @checks_arguments
     def __init__(
         self,
-        drafter: str | Drafter = "anpd",
+        drafter: Any = "anpd",  # AnyDrafter, see `resolve`
         tokenizer: PreTrainedTokenizerBase | None = None,
         check: bool = True,
         compile: bool = False,
     ) -> None:
-        self.drafter, self.tokenizer, self.check, self.compile = drafter, tokenizer, check, compile
+        self.drafter = drafter_specs.resolve(drafter)
+        self.tokenizer, self.check, self.compile = tokenizer, check, compile
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
         self._in_use = threading.Lock()
@@ -158,17 +162,17 @@ class Speculation:
                 )
             tokenizer = load_tokenizer(name)
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
-        return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer), self.check)
+        return Base(name or type(model).__name__, model, cast(PreTrainedTokenizerBase, tokenizer), self.check)
 
     def _drafter(self, runner: Runner) -> Drafter:
         """Build the drafter at the first call with this runner."""
         if not self._built or self._built[0] is not runner:
-            self._built = runner, make_drafter(self.drafter, runner)
+            self._built = runner, drafter_specs.make(self.drafter, runner)
         return self._built[1]
 
 
 def speculate(
-    model: PreTrainedModel, input_ids: Tensor, *, drafter: str | Drafter = "anpd", **arguments: Any
+    model: PreTrainedModel, input_ids: Tensor, *, drafter: AnyDrafter = "anpd", **arguments: Any
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode by one call of a new `Speculation`, with a drafter's name as on the command line, or a drafter object.
 

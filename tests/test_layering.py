@@ -33,7 +33,7 @@ LAYERS = {
         block ctc hydra
     """,
     "inference": """
-        journal runs sandbox timing
+        arguments journal runs sandbox timing
         verifier
         indexes prompts regenerate
         drafter_specs

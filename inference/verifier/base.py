@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data.files import cause_of, check_files
+from data.files import cause_of, check_files, reading
 from data.gguf import is_gguf
 from data.templates import end_tokens
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
+from inference.arguments import checks_arguments
 from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
@@ -185,13 +187,14 @@ def base_hash(base: Base) -> str:
     return digest.hexdigest()[:16]
 
 
+@checks_arguments
 def load_base(
-    name: str,
+    name: str | Path,
     dtype: Dtype = "float32",
     device: str | torch.device = "cpu",
     check: bool = True,
     packed: bool = False,
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: Annotated[int, Field(ge=0)] = PREFILL_CHUNK,
     bitwise: bool | None = None,
 ) -> Base:
     """Load a frozen base from a folder, a hub id or a GGUF file, or raise ValueError, which says what to do.
@@ -212,10 +215,9 @@ def load_base(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    if prefill_chunk < 0:
-        raise ValueError(f"prefill_chunk must be at least 0, not {prefill_chunk}")
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
+    name = str(name)
+    with reading(f"device {device}"):
+        torch.empty(0, device=device)
     tokenizer = load_tokenizer(name)
     check_files(Path(find_base(name)))
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}

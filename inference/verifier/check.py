@@ -56,6 +56,8 @@ def check_config(base: Base) -> None:
     for size in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
         if not isinstance(getattr(config, size, None), int):
             raise ValueError(f"{base.name} has no {size} in its config: not supported")
+    if unwrap(model).get_output_embeddings() is None:
+        raise ValueError(f"{base.name} has no LM head: load it with AutoModelForCausalLM")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager", SDPA, EAGER):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")

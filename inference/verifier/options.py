@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from transformers import LogitsProcessor
 
+from inference.arguments import checks_arguments
 from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
@@ -50,6 +51,7 @@ class ModelOptions:
         return load_base(self.base, self.dtype, device, packed=self.forward == "packed", bitwise=self.bitwise)
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the next token is chosen.

@@ -1,6 +1,7 @@
 """`generate` and `stream`: all forms of prompts, complete texts and pieces, and the runners kept with a model."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import random
@@ -20,6 +21,7 @@ from inference.generation import IncrementalDetokenizer, acquire_runner
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verify import generate_reference
+from tests.conftest import refusal
 
 TEXTS = ["naïve café — 3 × 4 € 😀👩‍🚀", "漢字かな交じり文。한국어 ไทย", "plain", "a\u0301\ufffdb \U0001f1e9\U0001f1ea"]
 
@@ -82,26 +84,73 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
     assert one.token_ids == expected[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"prompts": 3}, "a prompt must be"),
-        ({"prompts": [[{"role": "user"}]]}, "a prompt must be"),
-        ({"prompts": [{"role": "user", "content": "w3"}]}, "no chat template"),
-        ({"prompts": ""}, "the prompt is empty"),
-        ({"prompts": [3, 40]}, "has the token 40, but toy-llama has an embedding for 0 to 39"),
-        ({"prompts": [[3], list(range(3, 40)) * 2]}, "shorten the prompt"),
-        ({"tokenizer": object()}, "leave tokenizer out"),
-        ({"base": "folder"}, "load_base"),
-        ({"base": None}, "pass tokenizer="),
-    ],
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
+CALL_IN_TEXT = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+# As templates of public models write them: names, reasoning, calls with arguments as objects, and definitions.
+TEMPLATE = (
+    "{%- for tool in tools or [] -%}{{ '[' + (tool | tojson) + ']' }}{%- endfor -%}"
+    "{%- for message in messages -%}{{ '<' + message.role + ' ' + (message.name or '') + '>' }}"
+    "{{- '(' + message.reasoning_content + ')' if message.reasoning_content }}{{- message.content or '' }}"
+    "{%- for call in message.tool_calls or [] -%}{{ call.function.name }}"
+    "{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
+    "{%- endfor -%}{%- endfor -%}{{ '<assistant>' if add_generation_prompt }}"
 )
-def test_bad_input_is_refused_in_one_clear_line(make_base, arguments, said):
-    arguments = {"base": make_base(seed=3), "prompts": [3, 4]} | arguments
-    arguments["base"] = arguments["base"] or make_base(seed=3).model
-    with pytest.raises(ValueError, match=said) as caught:
-        generate(**arguments)
-    assert "\n" not in str(caught.value)
+
+
+def function_tool(city: str) -> str:
+    """The weather.
+
+    Args:
+        city: Where.
+    """
+
+
+@pytest.mark.parametrize("tools", [None, [], TOOLS, tuple(TOOLS), [function_tool]], ids=lambda each: str(each)[:12])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "Sunny.", "reasoning_content": "It is June."},
+        {"content": None, "tool_calls": [CALL]},
+        {"content": "", "tool_calls": [CALL, CALL], "reasoning_content": "Look."},
+        {"tool_calls": [CALL_IN_TEXT]},
+        {"content": "Sunny.", "name": "otto"},
+    ],
+    ids=str,
+)
+def test_a_prompt_is_what_the_template_writes_of_all_that_messages_hold_and_of_tools(chat, answer, tools):
+    tokenizer = copy.deepcopy(chat.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    base = dataclasses.replace(chat, tokenizer=tokenizer)
+    results = [{"role": "tool", "name": "weather", "content": "21"}] if "tool_calls" in answer else []
+    messages = [{"role": "user", "name": "ann", "content": "Rome?"}, {"role": "assistant", **answer}, *results]
+    seen = []
+    before = copy.deepcopy(messages)
+    (one,) = generate(base, messages, tools=tools, max_new_tokens=2, logits_processor=[Recorder(seen)])
+    as_object = [
+        message | ({"tool_calls": [CALL] * len(message["tool_calls"])} if "tool_calls" in message else {})
+        for message in messages
+    ]
+    rendered = tokenizer.apply_chat_template(as_object, tools=tools or None, add_generation_prompt=True)
+    assert seen[0] == rendered["input_ids"] and messages == before
+    assert "".join(stream(base, messages, tools=tools, max_new_tokens=2)) == one.text
+
+
+def test_tools_that_would_be_lost_are_refused(chat):
+    for prompt, said in (("Rome?", "without tools"), ([3, 4], "without tools")):
+        assert said in refusal(generate, chat, prompt, tools=TOOLS)
+    assert "ignores tools" in refusal(stream, chat, [{"role": "user", "content": "Rome?"}], tools=TOOLS)
+
+
+class Recorder(LogitsProcessor):
+    """Keeps the token ids before each new token."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        return scores
 
 
 # ---- pieces

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from drafters import ANPD
-from inference import Speculation, speculate
+from inference import Speculation, drafter_specs, speculate
 from inference.verifier.layers import cache_argument
 from inference.verifier.sampling import KeyedSampler
 from inference.verify import generate_reference
@@ -269,10 +269,8 @@ def test_what_needs_the_texts_of_a_batch_side_by_side_is_refused(base, arguments
 
 
 def test_a_drafter_is_built_once_per_model(base, make_base, monkeypatch):
-    from inference import speculation as module
-
     made = []
-    monkeypatch.setattr(module, "make_drafter", lambda *args: made.append(args) or ANPD())
+    monkeypatch.setattr(drafter_specs, "make", lambda *args: made.append(args) or ANPD())
     speculation = Speculation("anpd")
     for _ in range(3):
         base.model.generate(PROMPT, max_new_tokens=3, custom_generate=speculation)

@@ -1,6 +1,7 @@
 """The two drafters of docs/write-a-drafter.md are complete: they decode losslessly, and the learned one trains."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,10 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
 
 
 def linear_heads(base):
@@ -82,3 +87,17 @@ def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_fro
         for drafter in ("none", f"linear_heads={tmp_path / 'folder'}")
     )
     assert drafted.token_ids == plain.token_ids and drafted.steps[-1].draft_forwards == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/write-a-drafter.md"])
+def test_the_python_examples_of_a_page_print_answers_in_plain_words(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    blocks = [block for block in python_blocks(ROOT / page) if "from inference import generate" in block]
+    assert blocks
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.count("The compass is a small tool that shows directions.") == block.count("print(")
+    assert "tensor" not in printed and "[" not in printed

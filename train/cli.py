@@ -112,7 +112,7 @@ def user_errors(command: str, shows_traceback: bool = False, to_continue: str = 
 
 def run_drafters(argv: list[str] | None = None) -> None:
     """Run a ``drafters`` command."""
-    name, *args = sys.argv[1:] if argv is None else argv or ["--help"]
+    name, *args = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ASKS_FOR_HELP:
         rows = (f"  {name:<16} {command.summary}" for name, command in COMMANDS.items())
         print(HELP.format(commands="\n".join(rows)), end="")

@@ -41,6 +41,14 @@ def test_without_a_command_and_for_help_a_table_is_printed(call, args):
     assert vars(call(run_lightning, *args)) == {"code": 0, "out": LIGHTNING_HELP, "err": ""}
 
 
+@pytest.mark.parametrize("main, said", [(run_drafters, "usage: drafters COMMAND"), (run_lightning, LIGHTNING_HELP)])
+@pytest.mark.parametrize("args", [[], ["--help"]])
+def test_a_command_that_is_given_no_list_reads_the_arguments_of_its_process(monkeypatch, capsys, main, said, args):
+    monkeypatch.setattr(sys, "argv", ["name", *args])
+    main()
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["run_drafters", "run_lightning"])
 def test_the_table_is_printed_without_importing_torch(repository, command):
     code = f"import sys; from train.cli import {command}; {command}([]); print('torch' in sys.modules)"

@@ -136,7 +136,7 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
     """
     from argparse import ArgumentError
 
-    from jsonargparse import ArgumentParser
+    from train.arguments import ExactParser
 
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}: known are {', '.join(COMMANDS)}")
@@ -146,7 +146,7 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
     for group in groups.values():
         hints |= get_type_hints(group)
     about = (function.__doc__ or "").partition("Args:")[0]
-    parser = ArgumentParser(prog=f"drafters {name}", exit_on_error=False, allow_abbrev=False, description=about)
+    parser = ExactParser(prog=f"drafters {name}", description=about)
     for group in groups.values():
         parser.add_class_arguments(group, as_group=False)
     parser.add_function_arguments(function, skip=set(groups), as_group=False)

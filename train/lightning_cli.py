@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentError
@@ -19,13 +20,19 @@ from data.files import output_lock
 from data.module import ShareGPTData
 from drafters.registry import find_class
 from inference.runs import folder_above
+from train.arguments import ExactParser
 from train.callbacks import SkipNonFiniteSteps, Speed
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
 from train.memory import MemoryEstimate
 from train.module import DrafterTraining
 from train.resume import ExactResume, Preemption
 
-PARSER = {"exit_on_error": False, "allow_abbrev": False}
+# What Lightning says of a logger, wrapped by jsonargparse.
+NOT_INSTALLED = re.compile(r"given class_path '([\w.]+)': [^{}]*?HINT: Try running `pip install -U '?([^'`]+)")
+
+
+class LightningParser(ExactParser, LightningArgumentParser):
+    """The parser of ``lightning``."""
 
 
 def run(
@@ -44,10 +51,16 @@ def run(
     sys.argv[1:] = args  # Lightning starts the other processes of a training with them
     try:
         DrafterCLI(command, module, tokenizer)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:
+        if missing := NOT_INSTALLED.search(" ".join(str(error).split())):
+            raise ValueError(f"{missing[1]} is not installed: pip install '{missing[2]}'") from error
+        if isinstance(error, ValueError):
+            raise
         # A message about a drafter's options is wrapped in several about what a drafter may be.
-        cause = str(error).rpartition("callable class: ")[2]
-        if "does not accept option" in cause:  # jsonargparse keeps such options when another class is chosen
+        _, of_drafter, cause = str(error).rpartition("callable class: ")
+        if (
+            of_drafter and "does not accept option" in cause
+        ):  # jsonargparse keeps such options when another class is chosen
             cause += " (for another drafter than the recipe's, first give a config with model: {drafter: null})"
         raise ValueError(f"{cause} (lightning fit --help lists every key)") from error
 
@@ -75,7 +88,7 @@ class DrafterCLI(LightningCLI):
                 },
                 save_config_kwargs={"overwrite": True},
                 seed_everything_default=0,
-                parser_kwargs=PARSER | {name: dict(PARSER) for name in self.subcommands()},
+                parser_class=LightningParser,
                 auto_configure_optimizers=False,
             )
 

@@ -137,6 +137,13 @@ def test_options_of_a_group_are_flat_on_the_command_line_and_lists_are_repeated_
     assert values[name] == group(base="b") and "base" not in values
 
 
+def test_an_option_is_written_out_and_a_misspelt_one_is_answered_by_the_nearest(call):
+    for word, near in {"--limi": "--limit", "--bsae": "--base", "--max-new-token": "--max_new_tokens"}.items():
+        line = call(run_drafters, "verify", word, "3").one_line_error("drafters")
+        assert f"{word.replace('-n', '_n').replace('-t', '_t')}: did you mean {near}?" in line
+    assert "did you mean" not in call(run_drafters, "verify", "--xyz", "3").one_line_error("drafters")
+
+
 # ---- lightning
 
 
@@ -184,6 +191,52 @@ def test_another_drafter_than_the_recipes_begins_with_a_config_that_empties_the_
     (tmp_path / "empty.yaml").write_text("model: {drafter: null}", encoding="utf-8")
     values = yaml.safe_load(printed(call, "--config", "smollm2.yaml", "--config", tmp_path / "empty.yaml", *another))
     assert values["model"]["drafter"]["class_path"] == "drafters.Block" and values["data"]["max_length"] == 384
+
+
+IN_DRAFTER = "--model.drafter.init_args.loss."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option, near",
+    [
+        (f"{IN_DRAFTER}num_a", "--loss.num_anchors"),  # begins with it
+        (f"{IN_DRAFTER}num_ankers", "--loss.num_anchors"),
+        ("--model.learning_rat", "--model.learning_rate"),
+        ("--data.batchsize", "--data.batch_size"),
+        ("--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpat", "--dirpath"),
+        ("model: {lerning_rate: 3}", "--model.learning_rate"),
+        ("model: {drafter: {init_args: {loss: {num_anchor: 3}}}}", "--loss.num_anchors"),
+        ("model: {drafter: {init_args: {loss: {xyz: 3}}}}", None),
+    ],
+)
+def test_no_key_is_abbreviated_at_any_depth_and_the_nearest_is_named(call, tmp_path, option, near):
+    (tmp_path / "own.yaml").write_text(option)
+    words = (*option.split(), "3") if option.startswith("--") else ("--config", tmp_path / "own.yaml")
+    line = call(run_lightning, "fit", "--config", "ctc.yaml", *words, "--print_config").one_line_error("lightning")
+    assert f": did you mean {near}?" in line if near else "xyz" in line and "did you mean" not in line
+
+
+@pytest.mark.slow
+def test_aliases_that_stand_for_too_much_are_refused_and_others_are_read(call, tmp_path):
+    def nested(depth, last):
+        inner = (f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, depth))
+        rows = [*(["a0: &a0 [x, x]"] if depth else []), *inner, last]
+        (tmp_path / "own.yaml").write_text("\n".join(rows))
+        return call(run_lightning, "fit", "--config", "ctc.yaml", "--config", tmp_path / "own.yaml", "--print_config")
+
+    for bomb in ("data: {files: *a29}", "data: {<<: [*a29]}", "data: &d {files: *d}"):
+        assert "its aliases stand for more than" in nested(30, bomb).one_line_error("lightning")
+    once = nested(0, "data: {files: &f [a.json, b.json], val_files: *f}").succeeded()
+    assert yaml.safe_load(once.out)["data"]["val_files"] == ["a.json", "b.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [False, True])
+def test_a_logger_without_its_package_says_what_to_install(call, write_recipe, tmp_path, many):
+    words = [f"--trainer.logger{'+' * many}=MLFlowLogger"]
+    line = call(run_lightning, "fit", "--config", write_recipe(tmp_path), *words).one_line_error("lightning")
+    assert re.search(r"error: lightning.pytorch.loggers.MLFlowLogger is not installed: pip install 'mlflow\S+'$", line)
 
 
 def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatch):

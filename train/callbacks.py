@@ -1,6 +1,5 @@
-"""Lightning callbacks: what a training logs, and skipped steps."""
+"""Lightning callbacks: what a training logs and prints, and skipped steps."""
 
-import resource
 import sys
 import time
 from datetime import timedelta
@@ -8,14 +7,32 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drafters.checks import check_at_least
 from drafters.losses.anchors import valid_positions
-from train.memory import readable
+from train.memory import peak_bytes, readable
 from train.optimizer import is_accumulating, timer_of
+
+SHOWN = {  # of the metrics, in the lines that are printed
+    "train/loss": "loss {:.3f}",
+    "train/tokens_per_second": "{:,.0f} tokens a second",
+    "val/acceptance_length": "acceptance length {:.3f}",
+}
+
+
+class ShortProgressBar(RichProgressBar):
+    """Lightning's progress bar with names that fit into 80 columns, and without ``/-2`` where epochs have no limit."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return super()._get_train_description(current_epoch).replace("/-2", "")
+
+    def get_metrics(self, *args: Any) -> dict[str, Any]:
+        shown = {name: value for name, value in super().get_metrics(*args).items() if name != "v_num"}
+        return {name.rpartition("/")[2].removesuffix("_length"): value for name, value in shown.items()}
 
 
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:
@@ -25,12 +42,18 @@ def is_logged_step(trainer: L.Trainer, step: int) -> bool:
 
 class Speed(L.Callback):
     """Logs ``train/tokens_per_second`` over all processes, ``train/utilisation``, ``train/learning_rate`` and
-    ``train/gradient_norm`` before clipping, and prints once how long the remaining steps will take.
+    ``train/gradient_norm`` before clipping, and prints how long the remaining steps take and what a validation found.
+
+    Where no progress bar is seen, because the output goes into a file or the bar is switched off, a line a minute says
+    how far the training is.
 
     Only tokens that the base reads are counted, not the padding. Utilisation is the share of time spent inside of
     steps; the rest is waiting for data and writing checkpoints. Validation is left out. Each value covers the steps
     since the one before; with CUDA, the device is synchronized before a value is logged.
     """
+
+    def __init__(self) -> None:
+        self.line_time, self.step_seconds = time.monotonic(), 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.logged_step, self.num_logged = trainer.global_step, 0
@@ -66,34 +89,50 @@ class Speed(L.Callback):
             pl_module.log("train/tokens_per_second", self.num_tokens / seconds, sync_dist=True, reduce_fx="sum")
             pl_module.log("train/utilisation", self.seconds_inside / seconds, sync_dist=True)
             self.logged_step, self.num_logged = trainer.global_step, self.num_logged + 1
-            if self.num_logged == 2:  # the first steps are slower
-                num_left = trainer.estimated_stepping_batches - trainer.global_step
-                if timer := timer_of(trainer):
-                    num_left = min(num_left, max(0, round((timer.time_remaining() or 0) * num_steps / seconds)))
-                show_time(seconds / num_steps, num_left, peak_bytes(pl_module.device))
+            self.step_seconds = seconds / num_steps
+            if self.num_logged == 2 and trainer.is_global_zero:  # the first steps are slower
+                of_what = "tensors on the GPU" if pl_module.device.type == "cuda" else "the process"
+                so_far = f"{readable(peak_bytes(pl_module.device))} of {of_what}, with loading and validation"
+                print(
+                    f"{self.step_seconds:.3g} s a step{self.time_left(trainer)}; peak memory so far {so_far}",
+                    flush=True,
+                )
             self._reset()
             self.step_end = time.perf_counter()
+        self.print_each_minute(trainer)
+
+    def time_left(self, trainer: L.Trainer) -> str:
+        """Say how long the remaining steps take; nothing if their number or their time is not known yet."""
+        num_left = trainer.estimated_stepping_batches - trainer.global_step
+        if timer := timer_of(trainer):
+            num_left = min(num_left, max(0, round((timer.time_remaining() or 0) / (self.step_seconds or 1))))
+        if not self.step_seconds or num_left == float("inf"):
+            return ""
+        left = timedelta(seconds=round(self.step_seconds * num_left))
+        return f": {num_left:,} more take about {left}, validation left out"
+
+    def print_each_minute(self, trainer: L.Trainer) -> None:
+        if time.monotonic() - self.line_time < 60 or not trainer.is_global_zero:
+            return
+        self.line_time = time.monotonic()
+        if trainer.progress_bar_callback is None or not sys.stdout.isatty():
+            found = [
+                SHOWN[name].format(float(value)) for name, value in trainer.callback_metrics.items() if name in SHOWN
+            ]
+            print(", ".join([f"step {trainer.global_step:,}{self.time_left(trainer)}", *found]), flush=True)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.print_each_minute(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         self.step_end = None
 
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        length = trainer.callback_metrics.get("val/acceptance_length")
+        is_of_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if is_of_training and trainer.is_global_zero and length is not None:
+            print(f"step {trainer.global_step:,}: acceptance length {float(length):.3f}", flush=True)
         self.step_end = time.perf_counter()
-
-
-@rank_zero_only
-def show_time(seconds: float, num_steps: float, peak_so_far: int) -> None:
-    """Print how long the remaining steps take, if their number is known; it is infinity if time limits the training."""
-    left = "" if num_steps == float("inf") else f": {num_steps:,} more take about "
-    left += f"{timedelta(seconds=round(seconds * num_steps))}, validation left out" if left else ""
-    print(f"{seconds:.3g} s a step{left}; peak memory so far {readable(peak_so_far)}", flush=True)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory so far: of torch's allocator on a GPU, of the whole process elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

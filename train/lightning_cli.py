@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -21,7 +21,7 @@ from data.module import ShareGPTData
 from drafters.registry import find_class
 from inference.runs import folder_above
 from train.arguments import ExactParser
-from train.callbacks import SkipNonFiniteSteps, Speed
+from train.callbacks import ShortProgressBar, SkipNonFiniteSteps, Speed
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
 from train.memory import MemoryEstimate
 from train.module import DrafterTraining
@@ -150,3 +150,5 @@ class DrafterCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        callbacks = self.trainer.callbacks
+        callbacks[:] = [ShortProgressBar() if type(each) is RichProgressBar else each for each in callbacks]

@@ -1,9 +1,11 @@
 """The memory that a training needs on one device, estimated before its first step by a step on tensors without data."""
 
 import copy
+import resource
 import sys
 import weakref
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,8 @@ from train.strategies import FSDP2
 class MemoryEstimate(L.Callback):
     """Prints what is trained, and the memory that a device will need for its largest batch, by purpose.
 
-    What the allocator keeps of freed memory, Python, and libraries are not included.
+    For a GPU these are the tensors of a training step, without what its allocator keeps of freed memory; elsewhere they
+    are the whole process. Validation is not included.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -53,6 +56,11 @@ class MemoryEstimate(L.Callback):
         except Exception as error:  # the drafter of another package may read numbers, which such a step has not
             print(f"the memory of {type(drafter).__name__} cannot be estimated: {cause_of(error)}")
             return
+        if device.type != "cuda":
+            pages = Path("/proc/self/statm")  # the peak would include what loading needed
+            now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else peak_bytes(device)
+            loaded = parts["weights of the base"] + num_bytes(drafter)
+            parts = {"Python and its libraries": max(0, now - loaded)} | parts
         show(parts, size, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 
 
@@ -177,7 +185,8 @@ def show(parts: dict[str, float], size: tuple[int, int], available: int | None) 
     table.add_section()
     table.add_row("at the worst moment", readable(total) + (f" of {readable(available)}" if available else ""))
     console = SafeConsole()
-    console.print(f"memory of a device, for a batch of {size[0]} texts of {size[1]} tokens (estimated)")
+    of_what = "tensors on a GPU" if available else "a process"
+    console.print(f"memory of {of_what} in a training step on {size[0]} texts of {size[1]} tokens, estimated")
     console.print(table)
     if available and total > 0.95 * available:
         console.print(
@@ -185,6 +194,13 @@ def show(parts: dict[str, float], size: tuple[int, int], available: int | None) 
             "data.max_length or the drafter's num_anchors, or pass --model.activation_checkpointing true or "
             "--model.base_dtype nf4"
         )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory so far: of torch's allocator on a GPU, of the whole process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def readable(num_bytes: float) -> str:

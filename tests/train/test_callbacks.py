@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from train import callbacks
 from train.callbacks import Speed
 from train.cli import run_lightning
 
+TIME = r"\d+:\d\d:\d\d"
 SEEN = {
     *("train/loss", "train/blank_share", "train/tokens_per_second", "train/utilisation"),
     *("train/learning_rate", "train/gradient_norm", "val/loss", "val/acceptance_length"),
@@ -51,7 +53,8 @@ def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeyp
     module = SimpleNamespace(
         device=torch.device("cpu"), log=lambda name, value, **how: logged.update({name: float(value)})
     )
-    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2)
+    of_validation = {"state": SimpleNamespace(fn="fit"), "sanity_checking": True, "callback_metrics": {}}
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2, **of_validation)
     batch, speed = {"lengths": torch.tensor([10, 6])}, Speed()
     speed.on_train_start(trainer, module)
     for step in (1, 2):
@@ -71,9 +74,36 @@ def test_the_time_left_ends_with_the_last_step_or_the_limit_of_time(monkeypatch,
     module = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
     timer = Timer(timedelta(minutes=5))
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, estimated_stepping_batches=1000, callbacks=[timer])
+    trainer.is_global_zero = True
     batch, speed = {"lengths": torch.tensor([16])}, Speed()
     speed.on_train_start(trainer, module)
     for trainer.global_step in (1, 2):
         speed.on_train_batch_start(trainer, module, batch, 0)
         speed.on_train_batch_end(trainer, module, None, batch, 0)
     assert "2 s a step: 150 more take about 0:05:00" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", [0, 1])
+def test_each_validation_and_without_a_progress_bar_each_minute_says_how_far_the_training_is(
+    call, write_recipe, tmp_path, monkeypatch, minutes
+):
+    clock = iter(range(0, 10**6, 60 * minutes or 1))
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(clock))
+    said = call(run_lightning, "fit", "--config", write_recipe(tmp_path, log_every_n_steps=2)).succeeded().out
+    assert re.findall(r"^step (\d): acceptance length \d\.\d{3}$", said, re.MULTILINE) == ["4", "8"]
+    lines = re.findall(r"^step (\d)(: \d more take about .*)?, loss \d+\.\d{3}.*$", said, re.MULTILINE)
+    assert {int(step) for step, _ in lines} == (set(range(1, 9)) if minutes else set())
+    last = rf"^step 7: 1 more take about {TIME}, validation left out, .*acceptance length \d\.\d{{3}}"
+    assert bool(re.search(last, said, re.MULTILINE)) == bool(minutes)
+
+
+@pytest.mark.slow
+def test_the_progress_bar_shows_the_acceptance_length_at_80_columns(call, write_recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
+    config = write_recipe(tmp_path, logger=logger, enable_progress_bar=True, max_epochs=-1)
+    said = call(run_lightning, "fit", "--config", config).succeeded().out
+    assert re.search(r"Epoch 1 [^/]*━", said) and "/-2" not in said and "v_num" not in said
+    assert re.search(r" acceptance: \d\.\d{3} ", said) and re.search(r" loss: \d+\.\d{3} ", said)
+    assert "…" not in said

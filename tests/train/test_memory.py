@@ -84,10 +84,20 @@ def test_a_drafter_whose_memory_cannot_be_estimated_is_trained_all_the_same(call
     assert "the memory of CTC cannot be estimated" in done.out and "worst moment" not in done.out
 
 
+def bytes_of(size):
+    number, unit = size.split()
+    return float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
 @pytest.mark.slow
 def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_some_steps(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, max_steps=12, val_check_interval=12, log_every_n_steps=3)
     done = call(run_lightning, "fit", "--config", config, "--data.max_tokens", 500).succeeded()
-    assert "memory of a device, for a batch of 3 texts of 160 tokens" in done.out, "as many as 500 tokens allow"
-    assert re.search(r"at the worst moment\W+\d+\.\d\d [kMG]B", done.out)
+    assert "in a training step on 3 texts of 160 tokens, estimated" in done.out, "as many as 500 tokens allow"
+    rows = dict(re.findall(r"│ (\w[\w' ]+\w) +│ +(\d+\.\d\d [kMG]B)", done.out))
+    assert rows.keys() >= {"Python and its libraries", "weights of the base", "at the worst moment"}
+    parts = [bytes_of(size) for name, size in rows.items() if name != "at the worst moment"]
+    assert sum(parts) == pytest.approx(bytes_of(rows["at the worst moment"]), rel=0.01), "what is counted adds up"
+    peak = re.search(r"peak memory so far (\S+ .B) of the process", done.out)
+    assert bytes_of(rows["at the worst moment"]) < 1.2 * bytes_of(peak[1]), "of the same kind as what is reported later"
     assert re.search(r" s a step: 6 more take about \d+:\d\d:\d\d", done.out)

@@ -188,6 +188,8 @@ class FeatureStore:
             if not path.is_file() or path.stat().st_size != shard.num_bytes:
                 problem = "is not of the size in the manifest" if path.is_file() else "is missing"
                 raise ValueError(f"{path} {problem}: {AGAIN}")
+        # Shared with the processes that load batches, so that each shard is compared once, and not all at the start.
+        self._is_checked = torch.zeros(len(self.manifest.shards), dtype=torch.bool).share_memory_()
         self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
 
     def check(self, tokenizer: str, template: str, template_name: str, max_length: int) -> None:
@@ -237,6 +239,7 @@ class FeatureStore:
         scales ``hidden_scale`` (S, F) and ``last_hidden_scale`` (S, 1).
         """
         number, start, end = place
+        self._check(number)
         with self._open(number) as opened:
 
             def part(name: str) -> Tensor:
@@ -255,6 +258,14 @@ class FeatureStore:
         path = self.folder / self.manifest.shards[number].file
         with reading(path, AGAIN):
             return safe_open(path, framework="pt")
+
+    def _check(self, number: int) -> None:
+        """Compare the checksum of a shard before its first row is read."""
+        shard = self.manifest.shards[number]
+        with reading(path := self.folder / shard.file, AGAIN):
+            if not self._is_checked[number] and checksum(path) != shard.sha256:
+                raise ValueError("it is damaged, as it does not have its checksum in the manifest")
+        self._is_checked[number] = True
 
 
 @dataclass(frozen=True)

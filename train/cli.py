@@ -103,7 +103,9 @@ def user_errors(command: str, shows_traceback: bool = False, to_continue: str = 
         if not is_users or shows_traceback or os.environ.get("DRAFTERS_DEBUG") == "1":
             sys.excepthook = print_traceback  # which runs after this function
             raise
-        print(safe_line(f"{command}: error: {' '.join(explained(error).split())}"), file=sys.stderr)
+        # A process that loads batches passes its error on with the traceback before it.
+        said = explained(error).rpartition(f"\n{type(error).__name__}: ")[2].split()
+        print(safe_line(f"{command}: error: {' '.join(said)}"), file=sys.stderr)
         sys.exit(2)
 
 

@@ -124,7 +124,6 @@ def features(
     device: str = "auto",
     batch_size: int = 8,
     shard_megabytes: float = 256.0,
-    verify: bool = False,
 ) -> None:
     """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
 
@@ -145,7 +144,6 @@ def features(
         device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
         batch_size: Conversations per forward pass of the base.
         shard_megabytes: Size of a shard in megabytes.
-        verify: Compare the checksums of shards that an earlier run has written, not just their sizes.
     """
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)
@@ -185,7 +183,7 @@ def features(
         shard_bytes=int(shard_megabytes * 2**20),
         files=tuple({"name": file} for file in files),
     )
-    written = find_written_shards(folder, manifest, verify)
+    written = find_written_shards(folder, manifest)
     named = {f"shard-{number:05d}.safetensors": shard for number, shard in enumerate(shards)}
     missing = {name: shard for name, shard in named.items() if name not in written}
     print(f"{len(written)} of {len(shards)} shards are there already" if written else f"a new store in {folder}")
@@ -256,8 +254,8 @@ def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) 
     return shards
 
 
-def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Shard]:
-    """Return the complete shards of an earlier run, by file name; with ``verify``, compare their checksums too.
+def find_written_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
+    """Return the shards of an earlier run that have their checksums, by file name.
 
     Raises ValueError if the folder holds another store, or other files.
     """
@@ -275,7 +273,7 @@ def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[
         for shard in earlier.shards
         if (path := folder / shard.file).is_file()
         and path.stat().st_size == shard.num_bytes
-        and (not verify or checksum(path) == shard.sha256)
+        and checksum(path) == shard.sha256
     }
 
 

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 
+from data import features
 from data.features import (
     BYTES_PER_ROW,
     FeatureStore,
@@ -153,17 +154,53 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
 
 
+def flip_last_byte(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
 @pytest.mark.slow
-def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
+def test_a_finished_store_is_not_written_again_but_for_a_shard_with_a_changed_byte(call, tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float16", folder)
-    shard = folder / "shard-00000.safetensors"
-    before = state(folder)
-    shard.write_bytes(before[shard.name][0][:-1] + bytes([before[shard.name][0][-1] ^ 1]))
-    call_it = partial(call, run_drafters)
-    assert "to be written" not in call_it(*command(tiny, folder, dtype="float16")).out
-    mended = call_it(*command(tiny, folder, dtype="float16"), "--verify")
-    assert "in 1 shards" in mended.out and shard.read_bytes() == before[shard.name][0]
+    before, names = state(folder), sorted(path.name for path in folder.glob("*.safetensors"))
+    assert "to be written" not in call(run_drafters, *command(tiny, folder, dtype="float16")).succeeded().out
+    flip_last_byte(folder / names[0])
+    again = call(run_drafters, *command(tiny, folder, dtype="float16")).succeeded()
+    assert "in 1 shards" in again.out and (folder / names[0]).read_bytes() == before[names[0]][0]
+    assert state(folder)[names[-1]] == before[names[-1]], "the other shards were left alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_training_names_a_shard_with_a_changed_byte_when_it_first_reads_it(
+    call, write_recipe, stores, tmp_path, num_workers
+):
+    folder = shutil.copytree(stores / "float32", tmp_path / "store")
+    flip_last_byte(damaged := folder / "shard-00001.safetensors")
+    words = "fit", "--config", write_recipe(tmp_path, limit_val_batches=0), "--data.max_length", 400
+    outcome = call(run_lightning, *words, "--data.features", folder, "--data.num_workers", num_workers)
+    line = outcome.one_line_error("lightning")
+    assert f"{damaged}: it is damaged" in line and "write the store again with `drafters features`" in line
+
+
+@pytest.mark.slow
+def test_a_shard_is_hashed_once_for_all_processes_that_load_batches_and_only_when_it_is_read(
+    tiny, stores, tmp_path, monkeypatch
+):
+    hashed, whole = tmp_path / "hashed.txt", features.checksum
+
+    def checksum(path):
+        with hashed.open("a") as stream:  # the loaders are processes of their own
+            stream.write(f"{path.name}\n")
+        return whole(path)
+
+    monkeypatch.setattr(features, "checksum", checksum)
+    data = read_data(tiny, stores / "float32", num_workers=1)
+    assert not hashed.exists(), "a large store would take long"
+    for _ in range(2):  # epochs, for each of which a loader starts
+        assert len(list(data.train_dataloader())) > 1
+    assert sorted(hashed.read_text().split()) == [shard.file for shard in data.store.manifest.shards]
 
 
 @pytest.mark.slow

@@ -170,6 +170,11 @@ class DrafterTraining(L.LightningModule):
         if self._weights_batches and not is_accumulating(self.trainer):
             self.divisor.correct(self.drafter.parameters(), self.trainer.accumulate_grad_batches)
 
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        # A step that is skipped has no gradients, and clipping by value cannot do with none.
+        if any(weight.grad is not None for weight in self.drafter.parameters()):
+            super().configure_gradient_clipping(*args, **options)
+
     def validation_texts(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the texts that validation decodes: a held-out batch, or the base's own answers to its prompts."""
         if self.val_answers == "text":

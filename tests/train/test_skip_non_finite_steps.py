@@ -1,5 +1,7 @@
 """Steps whose loss or gradient is not finite are skipped by all processes, and counted like batches without anchors."""
 
+import re
+
 import lightning as L
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from tests.train.conftest import QUIET
 from train.callbacks import SkipNonFiniteSteps
+from train.cli import run_lightning
 
 NAN, INF = float("nan"), float("inf")
 
@@ -83,6 +86,18 @@ def test_too_many_consecutive_skipped_steps_end_the_run_and_name_what_to_lower()
     fit(Line(bad), SkipNonFiniteSteps(max_skipped=4))
     with pytest.raises(ValueError, match=r"max_skipped must be at least 0, not -1"):
         SkipNonFiniteSteps(max_skipped=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", ["value", "norm", None])
+def test_a_training_whose_learning_rate_is_far_too_high_ends_in_one_line_however_it_clips(
+    call, write_recipe, tmp_path, clip
+):
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": clip} if clip else {}
+    config = write_recipe(tmp_path, {"learning_rate": 1e20}, max_steps=40, val_check_interval=2, **options)
+    words = "--non_finite.max_skipped", 3, "--data.files", "[embedded:24:1]"
+    line = call(run_lightning, "fit", "--config", config, *words).one_line_error("lightning")
+    assert re.search(r"4 steps in a row, up to step \d+, had a loss or gradient that is not finite: lower model", line)
 
 
 class Told(L.Callback):

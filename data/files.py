@@ -18,6 +18,7 @@ from datetime import datetime
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
@@ -57,6 +58,8 @@ def cause_of(error: BaseException) -> str:
             return f"not UTF-8 ({error.reason})"
         case KeyError():
             return f"no {error}"
+        case UnpicklingError():  # PyTorch's own message suggests to run the code in the file
+            return "a file holds more than weights, and code in it is never run: convert it to safetensors"
         case OSError(strerror=str(reason)):
             return reason[0].lower() + reason[1:]
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -62,7 +62,7 @@ def index(
     """
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
-    path = new_file(out, overwrite)
+    path = new_file(out, overwrite, files)
     size = sum(file.stat().st_size for file in text_paths(files))
     loaded, sources = load_tokenizer(tokenizer), tuple(Path(file).name for file in files)
     with progress_bars(TaskProgressColumn()) as bars:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +20,14 @@ BLOCK_BYTES, NUM_BLOCKS = 1 << 16, 16  # what is hashed of each file, spread eve
 # ---- output paths
 
 
-def new_file(out: str, overwrite: bool) -> Path:
+def new_file(out: str, overwrite: bool, inputs: Iterable[str] = ()) -> Path:
     """Return the path of a file to write; its folder need not exist yet.
 
-    Raises ValueError if the file exists and must not be replaced, or cannot be created.
+    Raises ValueError if the file exists and must not be replaced, is one of the inputs, or cannot be created.
     """
     path = Path(out)
+    if path.exists() and any(Path(each).exists() and path.samefile(each) for each in inputs):
+        raise ValueError(f"{out} is read by this command: give another name")
     if path.is_dir() or (path.exists() and not overwrite):
         raise ValueError(f"{out} is already there: give another name{'' if path.is_dir() else ', or --overwrite'}")
     folder_above(path)

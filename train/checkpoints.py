@@ -50,12 +50,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if path.is_symlink():  # `last.ckpt` of a run that linked it to another checkpoint
             path.unlink()
         try:
-            with atomic_write(path) as new:
-                torch.save(checkpoint, new)
-        except (OSError, RuntimeError, DiskError) as error:  # torch does not say what the system said
+            with atomic_write(path) as new, new.open("wb") as stream:
+                torch.save(checkpoint, stream)
+        except (OSError, RuntimeError, DiskError) as error:
+            reason = cause_of(error.__context__ if isinstance(error.__context__, OSError) else error)
+            is_first = not any(path.parent.glob("*.ckpt"))
+            kept, then = (
+                ("", "start again") if is_first else (", and those before it are kept", "go on with --ckpt_path last")
+            )
             raise ValueError(
-                f"the checkpoint {path} could not be written ({cause_of(error)}), and the one before it is kept: "
-                "make room, then go on with --ckpt_path last"
+                f"the checkpoint {path} could not be written ({reason}){kept}: make room, then {then}"
             ) from error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
     """
     place = Path(out)
     check_output_folder(place, overwrite)
+    if place.exists() and place.samefile(folder):
+        raise ValueError(f"{out} is the folder that is read: give another one")
     source = read_public_checkpoint(Path(folder))
     kind = kind_of(source)
     name = base or source.algorithm.verifier.name_or_path or source.config.get("target_model_name_or_path")

@@ -95,7 +95,7 @@ def regenerate(
         raise ValueError("there is nothing to answer: give --files, or --own_prompts N for prompts of the base's own")
     if answers.num_answers > 1 and not sampling.temperature:
         raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
-    path = new_file(out, overwrite)
+    path = new_file(out, overwrite, files)
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     if files:
         print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)

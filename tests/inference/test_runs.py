@@ -6,7 +6,7 @@ import pytest
 from rich.progress import TaskProgressColumn
 
 from inference import runs
-from inference.runs import fingerprint, progress_bars, throughput_bar
+from inference.runs import fingerprint, new_file, progress_bars, throughput_bar
 
 
 @pytest.mark.parametrize("done, shown", [(None, "3/3"), (TaskProgressColumn(), "100%")])
@@ -75,3 +75,14 @@ def test_a_copy_has_the_same_fingerprint_and_a_drafter_that_was_trained_again_an
     (folder / "model.safetensors").write_bytes(b"\1" * 5_000_000)
     assert fingerprint(str(folder)) != before
     assert fingerprint("some/hub-id") == fingerprint(None) == ""
+
+
+def test_an_output_that_is_also_an_input_is_refused_under_any_of_its_names(tmp_path):
+    (path := tmp_path / "talk.json").write_text("[]")
+    (tmp_path / "linked.json").symlink_to(path)
+    (tmp_path / "same.json").hardlink_to(path)
+    for out in (path, tmp_path / "linked.json", tmp_path / "same.json", tmp_path / "a" / ".." / "talk.json"):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="is read by this command: give another name"):
+            new_file(str(out), True, ["embedded:4", "hub:owner/name", str(path)])
+    assert new_file(str(path), True, ["embedded:4", str(tmp_path / "nothing.json")]) == path

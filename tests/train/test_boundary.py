@@ -283,7 +283,35 @@ def test_code_in_a_checkpoint_is_not_run(command, trained, call, tmp_path):
     assert not planted.exists()
 
 
+def test_pickled_weights_that_hold_code_are_refused_without_advice_to_run_it(call, tiny, tmp_path):
+    planted, folder = tmp_path / "planted", shutil.copytree(tiny, tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    torch.save({"extra": Planted(planted)}, folder / "pytorch_model.bin")
+    for words in (("--base", folder, "--drafter", "anpd"), ("--base", tiny, "--drafter", f"draft_model={folder}")):
+        line = call(run_drafters, "verify", *words, "--limit", 1).one_line_error("drafters")
+        assert "a file holds more than weights, and code in it is never run: convert it to safetensors" in line
+        assert "weights_only" not in line and not planted.exists()
+
+
 # ---- locks, and a full disk
+
+
+INPUTS = {
+    "regenerate --base @tiny --files @talk.json --out @talk.json --overwrite": "is read by this command",
+    "index corpus @talk.json --tokenizer @tiny --files @talk.json --min-count 1 --overwrite": "is read by this command",
+    "import @drafter @drafter --base @tiny --overwrite": "is the folder that is read",
+}
+
+
+@pytest.mark.parametrize("line, said", INPUTS.items())
+def test_what_a_command_reads_is_not_replaced_by_what_it_writes(line, said, call, trained, tiny, tmp_path):
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    (tmp_path / "talk.json").write_text(json.dumps([{"conversations": turns}]))
+    shutil.copytree(trained.folder, tmp_path / "drafter")
+    before = contents(tmp_path)
+    words = line.replace("@tiny", str(tiny)).replace("@", f"{tmp_path}/").split()
+    assert said in call(run_drafters, *words).one_line_error("drafters")
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -331,11 +359,15 @@ def test_a_full_disk_loses_nothing(line, call, trained, tiny, tmp_path):
 @pytest.mark.slow
 def test_the_checkpoints_of_a_training_are_kept_on_a_full_disk(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=1, limit_val_batches=0)
+    with full_disk(4000):
+        line = call(run_lightning, "fit", "--config", config).one_line_error("lightning")
+    assert "could not be written (file too large): make room, then start again" in line
     assert call(run_lightning, "fit", "--config", config).code == 0
     before, more = contents(tmp_path / "checkpoints"), ("--ckpt_path", "last", "--trainer.max_steps", 4)
     with full_disk(4000):
         outcome = call(run_lightning, "fit", "--config", config, *more)
-    assert "could not be written" in outcome.one_line_error("lightning")
+    said = "could not be written (file too large), and those before it are kept: make room, then go on with --ckpt_path"
+    assert said in outcome.one_line_error("lightning")
     assert contents(tmp_path / "checkpoints") == before
     assert call(run_lightning, "fit", "--config", config, *more).code == 0, "it goes on when there is room again"
 

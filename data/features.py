@@ -183,11 +183,6 @@ class FeatureStore:
         self.manifest = Manifest.read(self.folder)
         if not self.manifest.is_complete:
             raise ValueError(f"the feature store {folder} is not finished: run its `drafters features` command again")
-        for shard in self.manifest.shards:
-            path = self.folder / shard.file
-            if not path.is_file() or path.stat().st_size != shard.num_bytes:
-                problem = "is not of the size in the manifest" if path.is_file() else "is missing"
-                raise ValueError(f"{path} {problem}: {AGAIN}")
         # Shared with the processes that load batches, so that each shard is compared once, and not all at the start.
         self._is_checked = torch.zeros(len(self.manifest.shards), dtype=torch.bool).share_memory_()
         self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
@@ -215,12 +210,6 @@ class FeatureStore:
         for number, shard in enumerate(self.manifest.shards):
             with reading(self.folder / shard.file, AGAIN), self._open(number) as opened:
                 starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
-                columns = [f"layer.{layer}" for layer in self.manifest.layers]
-                columns += [f"scale.{layer}" for layer in self.manifest.layers if self.manifest.dtype == "int8"]
-                columns += ["input_ids", "loss_mask", "labels"]
-                sizes = {opened.get_slice(name).get_shape()[0] for name in columns}
-                if sizes != {shard.num_tokens} or starts != sorted(starts) or starts[-1] != shard.num_tokens:
-                    raise ValueError("it is not the file that the manifest describes")
             for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
                 places[name.tobytes()] = (number, start, end)
         keys = row_keys(rows)

@@ -37,10 +37,16 @@ def check_choices(options: object) -> None:
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, not {value!r}")
 
 
+def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Return base layers that are evenly spaced from 2 to L - 2, such as 2, 9, 16, 23 and 30 of 32."""
+    step = -(-(num_layers - 4) // (count - 1))
+    return tuple(min(2 + place * step, num_layers - 1 - count + place) for place in range(count))
+
+
 def check_hidden_layers(layers: Sequence[int], base: BaseShape) -> None:
     """Raise ValueError unless ``layers`` names at least one layer of the base, and only layers that it has."""
     if not layers or not all(-1 <= layer <= base.num_layers for layer in layers):
         raise ValueError(
-            f"hidden_layers are {[*layers]}, but the base has {base.num_layers} layers: name layers from 0, the "
-            f"embedding, to {base.num_layers}, or -1, the normed last state"
+            f"hidden_layers are {[*layers]}, but the base has {base.num_layers} layers: give the drafter's option "
+            f"hidden_layers numbers from 0, the embedding, to {base.num_layers}, or -1, the normed last state"
         )

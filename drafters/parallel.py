@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers, spread_layers
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames, sample_columns
@@ -43,7 +43,7 @@ class TrunkOptions:
         num_frames: T, number of frames in one draft.
         num_layers: Number of decoder layers in the trunk.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
-            hidden state.
+            hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
             keep little of it. Drafters accepted 3 to 6 % more with it on one of two small bases. It cannot be exported
             to vLLM's own format.
@@ -57,8 +57,8 @@ class TrunkOptions:
         markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
         markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
             linear maps of the base's embedding and of its LM head, which have fewer weights and learn faster.
-        draft_vocab_size: Number of tokens that can be drafted; null for the whole vocabulary. Training chooses the
-            tokens that are most frequent in the assistant's text, and multiplies only their rows of the LM head.
+        draft_vocab_size: Maximum number of tokens that can be drafted; null for the whole vocabulary. Training chooses
+            the tokens that are most frequent in the assistant's text, and multiplies only their rows of the LM head.
     """
 
     num_frames: int = 8
@@ -145,15 +145,16 @@ class ParallelDrafter(LearnedDrafter):
     ) -> None:
         super().__init__()
         check_at_least(1, num_labels=num_labels)
-        check_hidden_layers(trunk.hidden_layers, base)
-        self.required_outputs = RequiredOutputs(tuple(trunk.hidden_layers))
+        layers = tuple(trunk.hidden_layers) or spread_layers(base.num_layers)
+        check_hidden_layers(layers, base)
+        self.required_outputs = RequiredOutputs(layers)
         self.num_frames, self.num_labels = trunk.num_frames, num_labels
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
         self.tokens_in_context = trunk.tokens_in_context
         self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
-        self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
+        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:

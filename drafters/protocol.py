@@ -110,7 +110,7 @@ class TrainingBatch:
         if self.last_hidden is None:
             raise ValueError(
                 "this drafter's loss reads the base's last hidden states, which the feature store does not hold: "
-                "write it with `drafters features --with_last`"
+                "write it with layer -1 too (`drafters features --layers ...,-1`)"
             )
         return self.last_hidden
 

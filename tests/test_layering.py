@@ -44,7 +44,7 @@ LAYERS = {
         tune
     """,
     "train": """
-        checkpoints divisor features initial_drafter model_card strategies validation
+        arguments checkpoints divisor features initial_drafter model_card strategies validation
         formats optimizer
         export module
         import_drafter memory resume

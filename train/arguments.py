@@ -2,7 +2,7 @@
 
 import re
 from difflib import get_close_matches
-from math import inf
+from itertools import chain
 from typing import Any, NoReturn
 
 import yaml
@@ -13,7 +13,7 @@ UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<option>[\w.-]+)"
     r"|(Group '(?P<group>[\w.]+)' does not accept option|Option) '(?P<key>[\w.-]+)'( is not accepted)?"
 )
-MAX_VALUES = 100_000  # of a config, aliases written out
+MAX_ALIASES = 20  # of a config
 load_yaml = get_loader("yaml")
 
 
@@ -27,28 +27,19 @@ class ExactParser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise ArgumentError; a message about an unknown option ends with the nearest known one."""
         if (found := UNKNOWN.search(message)) and "did you mean" not in message:
-            subparsers = (action.choices for action in self._actions if isinstance(action.choices, dict))
-            parsers = [self, *(parser for each in subparsers for parser in each.values())]
+            inner = (action.choices.values() for action in self._actions if isinstance(action.choices, dict))
+            parsers = [self, *chain.from_iterable(inner)]
             known = [option.lstrip("-") for parser in parsers for option in parser._option_string_actions]
             name = ".".join(part for part in (found["group"], found["option"] or found["key"]) if part)
-            begun = [option for option in known if option.startswith(name)]
-            if near := begun or get_close_matches(name, known, 1, cutoff=0.75):
+            if near := [option for option in known if option.startswith(name)] or get_close_matches(
+                name, known, 1, cutoff=0.75
+            ):
                 message = f"{message[: found.end()]}: did you mean --{near[0]}?"
         super().error(message, ex)
 
 
 def load_bounded(text: str) -> Any:
-    """Load YAML as jsonargparse does, unless its aliases stand for too many values."""
-    if "&" in text and "*" in text and num_values(yaml.compose(text, yaml.SafeLoader), {}) > MAX_VALUES:
-        raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES:,} values: write out what is meant")
+    """Load YAML as jsonargparse does, without many aliases: nested ones may stand for any number of values."""
+    if text.count("*") > MAX_ALIASES < sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases (*): write out what they stand for")
     return load_yaml(text)
-
-
-def num_values(node: Any, sizes: dict[int, float]) -> float:
-    """Return how many values a node of YAML is with its aliases written out; ``sizes`` has those counted before."""
-    if id(node) not in sizes:
-        sizes[id(node)] = inf  # of an alias inside what it stands for
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = [part for entry in inner for part in (entry if isinstance(entry, tuple) else (entry,))]
-        sizes[id(node)] = 1 + sum(num_values(part, sizes) for part in parts)
-    return sizes[id(node)]

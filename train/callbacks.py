@@ -13,26 +13,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drafters.checks import check_at_least
-from drafters.losses.anchors import valid_positions
 from train.memory import peak_bytes, readable
 from train.optimizer import is_accumulating, timer_of
 
-SHOWN = {  # of the metrics, in the lines that are printed
-    "train/loss": "loss {:.3f}",
-    "train/tokens_per_second": "{:,.0f} tokens a second",
-    "val/acceptance_length": "acceptance length {:.3f}",
-}
+SHOWN = {"val/acceptance_length": "acceptance length {:.3f}", "train/loss": "loss {:.3f}"}
+SHOWN |= {"train/tokens_per_second": "{:,.0f} tokens a second"}  # metrics as they are printed
 
 
 class ShortProgressBar(RichProgressBar):
-    """Lightning's progress bar with names that fit into 80 columns, and without ``/-2`` where epochs have no limit."""
+    """Lightning's progress bar with names that fit into 80 columns, and without "/-2" for epochs without a limit."""
 
     def _get_train_description(self, current_epoch: int) -> str:
-        return super()._get_train_description(current_epoch).replace("/-2", "")
+        return f"Epoch {current_epoch}"
 
     def get_metrics(self, *args: Any) -> dict[str, Any]:
-        shown = {name: value for name, value in super().get_metrics(*args).items() if name != "v_num"}
-        return {name.rpartition("/")[2].removesuffix("_length"): value for name, value in shown.items()}
+        shown = super().get_metrics(*args).items()
+        return {name.rpartition("/")[2].removesuffix("_length"): value for name, value in shown if name != "v_num"}
 
 
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:
@@ -42,10 +38,7 @@ def is_logged_step(trainer: L.Trainer, step: int) -> bool:
 
 class Speed(L.Callback):
     """Logs ``train/tokens_per_second`` over all processes, ``train/utilisation``, ``train/learning_rate`` and
-    ``train/gradient_norm`` before clipping, and prints how long the remaining steps take and what a validation found.
-
-    Where no progress bar is seen, because the output goes into a file or the bar is switched off, a line a minute says
-    how far the training is.
+    ``train/gradient_norm`` before clipping, and prints how far the training is and how long the remaining steps take.
 
     Only tokens that the base reads are counted, not the padding. Utilisation is the share of time spent inside of
     steps; the rest is waiting for data and writing checkpoints. Validation is left out. Each value covers the steps
@@ -99,10 +92,10 @@ class Speed(L.Callback):
                 )
             self._reset()
             self.step_end = time.perf_counter()
-        self.print_each_minute(trainer)
+        self.say(trainer)
 
     def time_left(self, trainer: L.Trainer) -> str:
-        """Say how long the remaining steps take; nothing if their number or their time is not known yet."""
+        """Say how long the remaining steps take; nothing if their number or their time is not known."""
         num_left = trainer.estimated_stepping_batches - trainer.global_step
         if timer := timer_of(trainer):
             num_left = min(num_left, max(0, round((timer.time_remaining() or 0) / (self.step_seconds or 1))))
@@ -111,27 +104,23 @@ class Speed(L.Callback):
         left = timedelta(seconds=round(self.step_seconds * num_left))
         return f": {num_left:,} more take about {left}, validation left out"
 
-    def print_each_minute(self, trainer: L.Trainer) -> None:
-        if time.monotonic() - self.line_time < 60 or not trainer.is_global_zero:
-            return
-        self.line_time = time.monotonic()
-        if trainer.progress_bar_callback is None or not sys.stdout.isatty():
-            found = [
-                SHOWN[name].format(float(value)) for name, value in trainer.callback_metrics.items() if name in SHOWN
-            ]
-            print(", ".join([f"step {trainer.global_step:,}{self.time_left(trainer)}", *found]), flush=True)
+    def say(self, trainer: L.Trainer, *_: Any, is_due: bool = False) -> None:
+        """Print how far the training is, if a line is due: each minute where there is no progress bar to see."""
+        has_bar = sys.stdout.isatty() and trainer.progress_bar_callback
+        is_due = is_due or (not has_bar and time.monotonic() - self.line_time >= 60)
+        if is_due and trainer.is_global_zero:
+            self.line_time, found = time.monotonic(), trainer.callback_metrics
+            metrics = (text.format(float(found[name])) for name, text in SHOWN.items() if name in found)
+            print(", ".join([f"step {trainer.global_step:,}", *metrics]) + self.time_left(trainer), flush=True)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.print_each_minute(trainer)
+    on_validation_batch_end = say
 
     def on_validation_start(self, *_: Any) -> None:
         self.step_end = None
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        length = trainer.callback_metrics.get("val/acceptance_length")
-        is_of_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if is_of_training and trainer.is_global_zero and length is not None:
-            print(f"step {trainer.global_step:,}: acceptance length {float(length):.3f}", flush=True)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.say(trainer, is_due=True)
         self.step_end = time.perf_counter()
 
 
@@ -148,7 +137,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 
 class SkipNonFiniteSteps(L.Callback):
-    """Skips optimizer steps whose loss or gradient is not finite; counts them and the batches without anchors.
+    """Skips optimizer steps whose loss or gradient is not finite, and counts them.
 
     A skipped step leaves the weights and the optimizer as they were. It counts as a step, and the learning rate
     schedule advances. The gradients are checked after the processes have averaged them, so all processes skip the
@@ -161,20 +150,13 @@ class SkipNonFiniteSteps(L.Callback):
     def __init__(self, max_skipped: int = 20) -> None:
         check_at_least(0, max_skipped=max_skipped)
         self.max_skipped = max_skipped
-        self.skipped_steps = self.skipped_in_a_row = self.empty_batches = 0
-        # Batches of this process without anchors since the counts of the processes were last added up.
-        self._num_empty: Tensor | None = None
+        self.skipped_steps = self.skipped_in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("skipped_steps", "skipped_in_a_row", "empty_batches")}
+        return {name: getattr(self, name) for name in ("skipped_steps", "skipped_in_a_row")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         vars(self).update(state)
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
-        if "loss_mask" in batch:
-            is_empty = (~valid_positions(batch["loss_mask"]).any()).long()
-            self._num_empty = is_empty if self._num_empty is None else self._num_empty + is_empty
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         value = loss.detach()
@@ -193,11 +175,7 @@ class SkipNonFiniteSteps(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if is_accumulating(trainer):
             return
-        if self._num_empty is not None:
-            self.empty_batches += int(trainer.strategy.reduce(self._num_empty, reduce_op="sum"))
-            self._num_empty = None
         pl_module.log("train/skipped_steps", float(self.skipped_steps))
-        pl_module.log("train/empty_batches", float(self.empty_batches))
         if self.skipped_in_a_row > self.max_skipped:
             raise ValueError(
                 f"{self.skipped_in_a_row} steps in a row, up to step {trainer.global_step}, had a loss or gradient "

@@ -54,12 +54,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, stream)
         except (OSError, RuntimeError, DiskError) as error:
             reason = cause_of(error.__context__ if isinstance(error.__context__, OSError) else error)
-            is_first = not any(path.parent.glob("*.ckpt"))
-            kept, then = (
-                ("", "start again") if is_first else (", and those before it are kept", "go on with --ckpt_path last")
-            )
             raise ValueError(
-                f"the checkpoint {path} could not be written ({reason}){kept}: make room, then {then}"
+                f"the checkpoint {path} could not be written ({reason}), and what was there before is kept: "
+                "make room, then go on with --ckpt_path last"
             ) from error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:

@@ -118,7 +118,6 @@ def features(
     limit: int | None = None,
     cache_dir: str | None = None,
     layers: str = "-1",
-    with_last: bool = False,
     dtype: StoreDtype = "float16",
     base_dtype: Dtype = "float32",
     device: str = "auto",
@@ -137,8 +136,8 @@ def features(
         max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.
         limit: Maximum number of conversations to read; all if not given.
         cache_dir: Folder of the cache of tokenised conversations.
-        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state.
-        with_last: Store layer -1 too, which losses that distil the base's distribution read.
+        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state, which losses
+            that distil the base's distribution read.
         dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
         base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
         device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
@@ -156,7 +155,7 @@ def features(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
             f"pass --max_length {loaded.context_length} or less"
         )
-    numbers = parse_layers(layers, with_last, loaded.shape.num_layers)
+    numbers = parse_layers(layers, loaded.shape.num_layers)
     conversations, dropped = load_conversations(files, limit)
     print(safe_text(f"{len(conversations):,} conversations read, {dropped}"))
     template = with_date(template, loaded.tokenizer, stored_template(folder))
@@ -220,8 +219,8 @@ class Row(NamedTuple):
     length: int
 
 
-def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:
-    """Return the layers to store, from text like ``-1,2,5``; with the last one even if the text does not name it.
+def parse_layers(layers: str, num_layers: int) -> tuple[int, ...]:
+    """Return the layers to store, from text like ``-1,2,5``.
 
     Raises ValueError if the text is not a list of numbers, or the base has no such layer.
     """
@@ -229,7 +228,6 @@ def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ..
         numbers = [int(layer) for layer in layers.split(",")]
     except ValueError:
         raise ValueError(f"layers is {layers!r}: give numbers with commas between them, as -1,2,5") from None
-    numbers += [LAST_HIDDEN] if with_last and LAST_HIDDEN not in numbers else []
     if wrong := [layer for layer in numbers if not LAST_HIDDEN <= layer <= num_layers or numbers.count(layer) > 1]:
         raise ValueError(f"layer {wrong[0]} is not there or given twice: the base has -1, 0, ..., {num_layers}")
     return tuple(numbers)
@@ -271,9 +269,7 @@ def find_written_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
     return {
         shard.file: shard
         for shard in earlier.shards
-        if (path := folder / shard.file).is_file()
-        and path.stat().st_size == shard.num_bytes
-        and checksum(path) == shard.sha256
+        if (path := folder / shard.file).is_file() and checksum(path) == shard.sha256
     }
 
 

@@ -12,7 +12,7 @@ from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
 from drafters.losses import gathered_logits
 from drafters.losses.divergences import DivergenceOptions, distillation_loss
-from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
+from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, num_drafted, restricted
 from drafters.nn.transformer import RMSNorm
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
@@ -67,8 +67,8 @@ class EAGLE3(AutoregressiveDrafter):
         hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
             eight layers L / 4, L / 2 and the last hidden state.
         own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
-        draft_vocab_size: Number of tokens that the drafter's own head knows; null for the whole vocabulary. Training
-            chooses the tokens that are most frequent in the assistant's text.
+        draft_vocab_size: Maximum number of tokens that the drafter's own head knows; null for the whole vocabulary.
+            Training chooses the tokens that are most frequent in the assistant's text.
     """
 
     draft_tokens: Tensor | None
@@ -98,7 +98,7 @@ class EAGLE3(AutoregressiveDrafter):
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
-        self.lm_head = nn.Linear(size, draft_vocab_size or base.vocab_size, bias=False) if own_head else None
+        self.lm_head = nn.Linear(size, num_drafted(self) or base.vocab_size, bias=False) if own_head else None
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.checks import check_at_least, check_at_most
+from drafters.checks import check_at_least
 from drafters.protocol import BaseWeights
 
 
@@ -54,13 +54,17 @@ def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_siz
     """Register the buffer ``draft_tokens`` of a drafter: (V',) token ids, or None if it can draft every token.
 
     A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others. A
-    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary.
+    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary, and so is one that is larger.
     """
-    draft_vocab_size = draft_vocab_size or 0
+    draft_vocab_size = min(draft_vocab_size or 0, vocab_size)
     check_at_least(0, draft_vocab_size=draft_vocab_size)
-    check_at_most(vocab_size, draft_vocab_size=draft_vocab_size)
     drafter.register_buffer("draft_tokens", torch.arange(draft_vocab_size) if draft_vocab_size else None)
     drafter.register_load_state_dict_pre_hook(_check_draft_tokens)
+
+
+def num_drafted(drafter: Any) -> int | None:
+    """The number of tokens that a drafter can draft; None if it can draft every token."""
+    return None if drafter.draft_tokens is None else len(drafter.draft_tokens)
 
 
 def _check_draft_tokens(drafter: Any, weights: dict[str, Tensor], prefix: str, *_: object) -> None:

@@ -248,9 +248,9 @@ WRONG = {
         *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": 0}, {"top_k": 0}),
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}),
         *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
-        *({"hidden_layers": []}, {"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
+        *({"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
         *({"objective": "rnn"}, {"divergence": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
-        *({"teacher_temperature": -0.5}, {"distillation_steps": -1}, {"draft_vocab_size": V + 1}),
+        *({"teacher_temperature": -0.5}, {"distillation_steps": -1}),
         *({"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
     ],
     "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
@@ -263,7 +263,7 @@ WRONG = {
     ],
     "eagle3": [
         *({"num_unroll": 0}, {"window": 6, "num_unroll": 7, "depth": 4}, {"hidden_layers": [2, 16, 29]}),
-        *({"draft_vocab_size": 9}, {"draft_vocab_size": V + 1, "own_head": True}),
+        {"draft_vocab_size": 9},
     ],
 }
 

@@ -297,9 +297,8 @@ def test_the_key_of_a_row_depends_on_its_tokens_and_mask_only(tiny, stores):
     assert not set(row_keys(turned)) & set(names)
 
 
-def test_with_last_adds_the_last_layer_once():
-    assert parse_layers("1,0", True, 2) == (1, 0, -1)
-    assert parse_layers("-1,2", True, 2) == (-1, 2)
+def test_layers_are_kept_in_the_order_in_which_they_are_named():
+    assert parse_layers("-1,2,0", 2) == (-1, 2, 0)
 
 
 def test_shards_hold_each_row_once_with_the_longest_first():
@@ -346,7 +345,7 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
     assert "manifest.json: no such file or directory" in refused(tmp_path / "nowhere")
     shutil.copy(stores / "float32" / "manifest.json", folder)
     (folder / "shard-00001.safetensors").unlink()
-    assert "shard-00001.safetensors is missing" in refused()
+    assert "shard-00001.safetensors: No such file or directory" in refused()
     validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
     assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
 

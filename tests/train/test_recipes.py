@@ -74,7 +74,6 @@ def test_a_recipe_trains_on_a_toy_of_its_bases_architecture(name, tmp_path):
     tokenizer = load_tokenizer("checkpoints/tiny-chat")
     settings = read(name)
     config = config_of(settings)
-    assert max(settings["model"]["drafter"]["init_args"]["trunk"]["hidden_layers"]) < config.num_hidden_layers
     assert settings["data"]["max_length"] <= config.max_position_embeddings
     toy = dict(zip(SIZES, (len(tokenizer), 16, 16, config.num_hidden_layers, 2, 1, 2048), strict=True))
     config.update(toy | {"head_dim": 8, "bos_token_id": 1, "eos_token_id": 2})
@@ -86,6 +85,10 @@ def test_a_recipe_trains_on_a_toy_of_its_bases_architecture(name, tmp_path):
     node = settings["model"]["drafter"]
     build = partial(recipe.build, getattr(drafters, node["class_path"].split(".")[-1]), init_args=node["init_args"])
     module = DrafterTraining(str(tmp_path), build)
+    stated = re.search(
+        r"hidden_layers: \[\] # five, evenly spaced: ([\d, ]+)", (ROOT / "configs" / f"{name}.yaml").read_text()
+    )
+    assert ", ".join(map(str, module.drafter.required_outputs.hidden_layers)) == stated[1]
     ids = torch.randint(3, 300, (1, 16), generator=torch.Generator().manual_seed(0))
     loss, _ = module.drafter.loss(module.compute_batch(ids, torch.ones_like(ids).bool()), module.base.base_weights)
     loss.backward()

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite are skipped by all processes, and counted like batches without anchors."""
+"""Steps whose loss or gradient is not finite are skipped by all processes, and counted."""
 
 import re
 
@@ -38,8 +38,8 @@ class Line(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
 
 
-def fit(module, faults, masks=None, num_batches=6, others=(), **trainer):
-    rows = [{"x": torch.full((3,), i + 1.0)} | ({"loss_mask": masks[i]} if masks else {}) for i in range(num_batches)]
+def fit(module, faults, num_batches=6, others=(), **trainer):
+    rows = [{"x": torch.full((3,), i + 1.0)} for i in range(num_batches)]
     settings = {"max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False}
     runs = L.Trainer(**QUIET | settings | trainer, callbacks=[faults, *others])
     runs.fit(module, torch.utils.data.DataLoader(rows, batch_size=1))
@@ -53,7 +53,7 @@ def test_a_loss_that_is_not_finite_changes_neither_weights_nor_optimizer(factor)
     weights, steps = zip(*module.seen, strict=True)
     assert steps == (1, 2, 2, 2, 3, 4)
     assert torch.equal(weights[1], weights[3]) and not torch.equal(weights[3], weights[4])
-    assert faults.state_dict() == {"skipped_steps": 2, "skipped_in_a_row": 0, "empty_batches": 0}
+    assert faults.state_dict() == {"skipped_steps": 2, "skipped_in_a_row": 0}
     assert trainer.callback_metrics["train/skipped_steps"] == 2
     assert trainer.global_step == 6, "a skipped step is a step of the schedule"
 
@@ -117,19 +117,6 @@ def test_all_processes_skip_a_step_that_is_not_finite_in_one_of_them():
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = fit(module, SkipNonFiniteSteps(), strategy=strategy, devices=2, others=[Told()])
     assert trainer.callback_metrics["train/skipped_steps"] == 1
-
-
-def test_batches_without_anchors_are_counted():
-    """Nothing stands before position 0 to draft from."""
-
-    def mask(*true):
-        return torch.tensor([position in true for position in range(4)])
-
-    masks = [mask(2), mask(), mask(0, 1), mask(3), mask(1), mask(0, 3)]
-    faults = SkipNonFiniteSteps()
-    trainer = fit(Line({}), faults, masks)
-    assert faults.empty_batches == 3
-    assert trainer.callback_metrics["train/empty_batches"] == 3
 
 
 def test_a_resumed_run_continues_the_counts():

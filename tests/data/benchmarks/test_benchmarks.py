@@ -308,6 +308,12 @@ def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason
         load_questions(name, files.format(write(GSM8K, "a,b.jsonl" if files == "{0}" else "rows.jsonl")))
 
 
+def test_every_benchmark_has_two_example_rows():
+    assert all(len(ROWS.get(name, ())) >= 2 for name in BENCHMARKS), (
+        "add those of a new one to ROWS, see CONTRIBUTING.md"
+    )
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_prompt_of_every_style_contains_the_complete_question(name):
     benchmark, rows = BENCHMARKS[name], ROWS[name]

@@ -163,6 +163,13 @@ def test_drawn_drafts_state_the_distribution_of_an_enumeration_over_the_bases_vo
 
 
 @pytest.mark.parametrize("kind", [CTC, Block])
+@pytest.mark.parametrize("size", [V - 1, V, V + 1, 10 * V])
+def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind, size):
+    given, fitting = (make(kind, draft_vocab_size=each, markov_rank=2).state_dict() for each in (size, min(size, V)))
+    assert {name: weight.shape for name, weight in given.items()} == {name: w.shape for name, w in fitting.items()}
+
+
+@pytest.mark.parametrize("kind", [CTC, Block])
 def test_a_draft_vocabulary_of_all_tokens_changes_nothing(weights, kind):
     batch, anchors = texts(torch.arange(V)), torch.arange(1, S)
     whole, every = make(kind, draft_vocab_size=None), make(kind, draft_vocab_size=None)

@@ -104,7 +104,7 @@ class Speed(L.Callback):
         left = timedelta(seconds=round(self.step_seconds * num_left))
         return f": {num_left:,} more take about {left}, validation left out"
 
-    def say(self, trainer: L.Trainer, *_: Any, is_due: bool = False) -> None:
+    def say(self, trainer: L.Trainer, is_due: bool = False) -> None:
         """Print how far the training is, if a line is due: each minute where there is no progress bar to see."""
         has_bar = sys.stdout.isatty() and trainer.progress_bar_callback
         is_due = is_due or (not has_bar and time.monotonic() - self.line_time >= 60)
@@ -113,7 +113,8 @@ class Speed(L.Callback):
             metrics = (text.format(float(found[name])) for name, text in SHOWN.items() if name in found)
             print(", ".join([f"step {trainer.global_step:,}", *metrics]) + self.time_left(trainer), flush=True)
 
-    on_validation_batch_end = say
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.say(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         self.step_end = None

@@ -150,5 +150,5 @@ class DrafterCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-        callbacks = self.trainer.callbacks
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [ShortProgressBar() if type(each) is RichProgressBar else each for each in callbacks]

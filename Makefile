@@ -100,6 +100,7 @@ gpu: install
 # Rebuild the shipped base from scratch: train its tokenizer, pre-train the model, export it.
 tiny-chat: install
 	rm -rf runs/tiny-chat && mkdir -p runs/tiny-chat
+	$(BIN)/python -m benchmarks.pretrain corpus runs/tiny-chat/corpus.jsonl
 	$(BIN)/python -m benchmarks.pretrain tokenizer runs/tiny-chat/tokenizer
 	$(BIN)/python -m benchmarks.pretrain fit --config benchmarks/pretrain/tiny.yaml
 	$(BIN)/python -m benchmarks.pretrain export runs/tiny-chat/checkpoints/last.ckpt checkpoints/tiny-chat

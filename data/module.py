@@ -54,7 +54,7 @@ class ShareGPTData(L.LightningDataModule):
     Args:
         tokenizer: Folder or hub id of the tokenizer. On the command line the default is the model's base.
         files: Conversations: .json or .jsonl (also .gz) or .parquet files, `hub:OWNER/NAME[[:CONFIG]:SPLIT]` or
-            `hub:OWNER/NAME/FILE` on the Hugging Face hub, or `embedded[:COUNT[:SEED]]` for the project's own corpus.
+            `hub:OWNER/NAME/FILE` on the Hugging Face hub, or `embedded[:COUNT[:FIRST]]` for the project's own corpus.
         val_files: Files of conversations for validation. By default `val_size` conversations of `files` are held out.
         val_size: Number of conversations of `files` held out for validation if `val_files` is not given; 0 for none.
             Conversations with the same user messages are held out together.

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from data.tokenizer import cached_if_unreachable
 
 Rows = Iterator[tuple[str, object]]
 
+EMBEDDED = Path(__file__).with_name("embedded.jsonl.gz")  # written by benchmarks.pretrain
+NUM_EMBEDDED = 4000  # conversations in it
 ROWS_PER_READ = 64  # rows of a parquet file or of the hub that are held in memory at a time
 AGAIN = "fetch the file again"
 HUB = re.compile(
@@ -28,8 +31,8 @@ def read_rows(source: str) -> Rows:
     Args:
         source: Path of a .json, .parquet or JSON lines file (.json and JSON lines also as .gz);
             `hub:OWNER/NAME[@REVISION][[:CONFIG]:SPLIT]` for a data set on the Hugging Face hub, split `train` by
-            default; `hub:OWNER/NAME[@REVISION]/FILE` for one file of a data set; or `embedded[:COUNT[:SEED]]` for the
-            project's own corpus. The hub is used only for names with `hub:`.
+            default; `hub:OWNER/NAME[@REVISION]/FILE` for one file of a data set; or `embedded[:COUNT[:FIRST]]` for the
+            project's own corpus, from its conversation FIRST on. The hub is used only for names with `hub:`.
     """
     if source.startswith("hub:"):
         return _read_hub(source)
@@ -44,15 +47,13 @@ def read_rows(source: str) -> Rows:
 
 
 def _read_embedded(source: str) -> Rows:
-    from data import embedded
-
     numbers = source.split(":")[1:]
     if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
-        raise ValueError(
-            f"{source}: expected embedded, embedded:COUNT or embedded:COUNT:SEED, for example embedded:4000:0"
-        )
-    count, seed = [*map(int, numbers), *(4000, 0)[len(numbers) :]]
-    return _numbered(embedded.conversations(count, seed))
+        raise ValueError(f"{source}: expected embedded, embedded:COUNT or embedded:COUNT:FIRST, such as embedded:500:0")
+    count, first = [*map(int, numbers), *(NUM_EMBEDDED, 0)[len(numbers) :]]
+    if first + count > NUM_EMBEDDED:
+        raise ValueError(f"{source}: the project's own corpus has {NUM_EMBEDDED:,} conversations, from number 0 on")
+    return islice(_json_lines(source, EMBEDDED), first, first + count)
 
 
 def _read_hub(source: str) -> Rows:

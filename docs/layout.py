@@ -12,7 +12,7 @@ PLAIN = {  # folders without a docstring
     "checkpoints": "The small base of the quickstart; what an exported drafter is.",
     "configs": "Training configurations: one per method, and overlays.",
     "configs/strategy": "DDP, FSDP2 and DeepSpeed overlays.",
-    "data/corpus": "The words of the embedded conversations.",
+    "benchmarks/pretrain/words": "What the embedded conversations are made of.",
     "docs": "These pages.",
     "tests": "Mirrors the source tree.",
 }

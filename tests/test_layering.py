@@ -14,7 +14,6 @@ LAYERS = {
     "data": """
         batches files gguf
         features tokenizer
-        embedded
         sources
         benchmarks conversations
         templates

@@ -75,7 +75,7 @@ def test_both_archives_pass_twine(archives):
 def test_the_wheel_holds_every_source_file_config_and_checkpoint(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
     sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SUFFIXES}
-    sources |= {*(ROOT / "inference" / "serve" / "page").iterdir(), *(ROOT / "data" / "corpus").iterdir()}
+    sources |= {*(ROOT / "inference" / "serve" / "page").iterdir(), *(ROOT / "data").rglob("*.jsonl*")}
     sources |= {ROOT / package / "py.typed" for package in PACKAGES}
     shipped = {*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "checkpoints").glob("*/*")}
     expected = {path.relative_to(ROOT).as_posix() for path in sources}

@@ -1,7 +1,7 @@
 """Pre-training of a small LLaMA chat base, so that none has to be downloaded: tokenizer, training, export.
 
-`python -m benchmarks.pretrain tokenizer OUT`, then `fit --config FILE` and `export CKPT OUT`; `make tiny-chat` runs
-all three.
+`python -m benchmarks.pretrain corpus OUT`, `tokenizer OUT`, then `fit --config FILE` and `export CKPT OUT`; `make
+tiny-chat` runs all four.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.pretrain.embedded import corpus
 from data.conversations import Conversation, load_conversations
 from data.files import atomic_folder, write_checksums
 from data.tokenizer import load_tokenizer
@@ -104,20 +105,20 @@ class BaseTraining(L.LightningModule):
 
 
 def tokenizer(
-    out: str, count: int = 4000, seed: int = 0, vocab_size: int = 1024, files: list[str] | None = None
+    out: str,
+    vocab_size: int = 1024,
+    files: list[str] = ["embedded"],  # noqa: B006
 ) -> None:
     """Train a small byte-level BPE tokenizer on conversations, with the Vicuna chat template.
 
     Args:
         out: Folder to write.
-        count: Number of conversations of the embedded corpus to train on.
-        seed: Seed of the embedded corpus.
         vocab_size: Size of the vocabulary, including 256 bytes and three special tokens.
-        files: Conversations to train on instead of the embedded ones.
+        files: Conversations to train on.
     """
     if (Path(out) / "tokenizer.json").exists():
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
-    conversations, _ = load_conversations(files or [f"embedded:{count}:{seed}"])
+    conversations, _ = load_conversations(files)
     trained = train_tokenizer(conversations, vocab_size)
     with atomic_folder(out) as folder:
         trained.save_pretrained(folder)
@@ -162,7 +163,7 @@ def export(ckpt: str, out: str, max_shard_size: str = "5GB") -> None:
 
 
 def run(args: list[str]) -> None:
-    """Run one of the three commands."""
+    """Run one of the four commands."""
     with user_errors("pretrain"):
         if args[:1] == ["fit"]:
             from train.lightning_cli import run as fit
@@ -170,4 +171,4 @@ def run(args: list[str]) -> None:
             prepare_process(torch.device("cpu"))
             fit(args, shlex.join(["python", "-m", "benchmarks.pretrain", *args]), BaseTraining, "model.tokenizer")
         else:
-            auto_cli([tokenizer, export], args=args)
+            auto_cli([corpus, tokenizer, export], args=args)

@@ -12,7 +12,7 @@ SHARED = Path(__file__).parents[2].parent / "shared"
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return train_tokenizer(load_conversations(["embedded:150:7"])[0], vocab_size=600)
+    return train_tokenizer(load_conversations(["embedded:150:700"])[0], vocab_size=600)
 
 
 @pytest.fixture(scope="session")

@@ -115,11 +115,11 @@ def test_held_out_conversations_are_not_trained_on(make):
 
 
 def test_validation_files_replace_the_held_out_conversations(make):
-    data, none = make(val_files=["embedded:6:5"]), make(val_size=0)
+    data, none = make(val_files=["embedded:6:500"]), make(val_size=0)
     for each in (data, none):
         each.setup("fit")
         assert len(each.train_set) == 40
-    assert set(data.val_set["id"]) == {f"embedded-5-{n}" for n in range(6)}
+    assert set(data.val_set["id"]) == {f"embedded-0-{n}" for n in range(500, 506)}
     assert none.val_dataloader() == []
 
 

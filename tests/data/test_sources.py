@@ -60,8 +60,9 @@ def test_a_table_is_read(tmp_path):
 
 
 def test_the_embedded_corpus_is_read_by_name():
-    assert [row["id"] for _, row in read_rows("embedded:3:9")] == ["embedded-9-0", "embedded-9-1", "embedded-9-2"]
+    assert [row["id"] for _, row in read_rows("embedded:3:9")] == ["embedded-0-9", "embedded-0-10", "embedded-0-11"]
     assert list(read_rows("embedded:5")) == list(read_rows("embedded:9:0"))[:5]
+    assert "has 4,000 conversations" in refusal("embedded:4001") and len(list(read_rows("embedded:1:3999"))) == 1
     assert "embedded:COUNT" in refusal("embedded:many") and "embedded:COUNT" in refusal("embedded:1:2:3")
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from data.sources import read_rows
 from data.tokenizer import find_folder, join_revision, load_tokenizer, split_revision
 
+ANSWER = next(read_rows("embedded:1"))[1]["conversations"][1]["value"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -31,3 +33,19 @@ def test_only_names_of_the_hub_have_a_revision(tmp_path, monkeypatch):
         assert split_revision(join_revision(name, revision)) == (name, revision)
     assert join_revision(str(tmp_path), "v1") == str(tmp_path)
     assert find_folder("owner/name@1", ["config.json"]).is_dir()
+
+
+def test_the_tokenizer_has_the_ids_of_llama(tokenizer):
+    assert len(tokenizer) == 600
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<unk>", "<s>", "</s>"]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.model_max_length == 1024
+
+
+@pytest.mark.parametrize("text", [ANSWER, "  two  spaces \n\n\ttab", "naïve 漢字 🙂 1234", "don't , stop .", ""])
+def test_decoding_undoes_encoding(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_tokenizer_splits_numbers_into_digits(tokenizer):
+    assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]

@@ -37,7 +37,7 @@ class Lossy(Drafter):
 def folder(make_base, tmp_path_factory):
     """A base with a chat template, on disk."""
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = train_tokenizer(load_conversations(["embedded:30:7"])[0], vocab_size=300)
+    tokenizer = train_tokenizer(load_conversations(["embedded:30:700"])[0], vocab_size=300)
     make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

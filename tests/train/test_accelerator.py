@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from data import embedded
+from data.benchmarks import load_questions
 from data.conversations import user_message
 from drafters import CTC, recipe
 from inference.prompts import encode_messages
@@ -52,9 +52,8 @@ def fit(tiny, rows, folder, around, **place):
 
 @pytest.mark.slow
 def test_a_training_with_validation_equals_that_of_the_host(tiny, tiny_base, tmp_path):
-    texts = [
-        encode_messages(tiny_base, [user_message(row["turns"][0])], "tokenizer")[:24] for row in embedded.questions(3)
-    ]
+    asked = [[user_message(question.turns[0])] for question in load_questions("embedded")[:3]]
+    texts = [encode_messages(tiny_base, messages, "tokenizer")[:24] for messages in asked]
     rows = torch.tensor([(text * 24)[:24] for text in texts])
     expected, expected_weights = fit(tiny, rows, tmp_path, nullcontext(), accelerator="cpu", devices=1)
     accelerator = pretend.Accelerator()

@@ -120,7 +120,7 @@ def place(trained, tiny, make_tiny, tmp_path_factory):
         "drafter": trained.folder,
         "last.ckpt": trained.ckpt,
         "wide": make_tiny("wide", hidden_size=48),
-        "others": make_tiny("others", tokenizer=train_tokenizer(load_conversations(["embedded:99:5"])[0], 400)),
+        "others": make_tiny("others", tokenizer=train_tokenizer(load_conversations(["embedded:99:500"])[0], 400)),
     }.items():
         (folder / name).symlink_to(target)
     for source, name in ((tiny, "base-cut"), (trained.folder, "drafter-cut")):

@@ -338,8 +338,8 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
 
     assert "is not that of llama2_chat: pass --data.template tokenizer" in refused(template="llama2_chat")
     assert "max_length 400, not 100: pass --data.max_length 400" in refused(max_length=100)
-    missing = refused(files=["embedded:12", "embedded:5:9"], val_size=0)
-    assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
+    missing = refused(files=["embedded:12", "embedded:5:900"], val_size=0)
+    assert "5 of 17 conversations are not in the feature store" in missing and "embedded-0-900" in missing
     replace(Manifest.read(folder), tokenizer="0").save(folder)
     assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refused()
     assert "manifest.json: no such file or directory" in refused(tmp_path / "nowhere")

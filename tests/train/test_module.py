@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
-from data import embedded
+from data.benchmarks import load_questions
 from data.conversations import user_message
 from drafters import CTC, Block, Hydra, Medusa
 from drafters.recipe import build
@@ -36,7 +36,7 @@ def trainer(folder, **settings):
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
     """A batch of the base's own greedy answers, which a drafter can learn to predict."""
-    questions = ([user_message(row["turns"][0])] for row in embedded.questions(6))
+    questions = ([user_message(question.turns[0])] for question in load_questions("embedded")[:6])
     rows = torch.tensor([[*encode_messages(tiny_base, each, "tokenizer")[-24:], 7] for each in questions])
     mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, -1] = True

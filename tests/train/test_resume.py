@@ -151,7 +151,7 @@ def test_a_run_with_two_processes_resumes_exactly(write_run, fork, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--data.files", "[embedded:24:1]", "the training text was 20 conversations"),
+        ("--data.files", "[embedded:24:100]", "the training text was 20 conversations"),
         ("--data.max_length", 120, "the training text was 20 conversations"),
         ("--data.batch_size", 5, "data.batch_size was 4, is 5"),
         ("--data.seed", 7, "data.seed was 0, is 7"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data import embedded
+from data.benchmarks import load_questions
 from data.conversations import user_message
 from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, recipe
 from inference.prompts import encode_messages
@@ -58,7 +58,10 @@ def ends_at(base, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts(base):
-    return [encode_messages(base, [user_message(row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
+    return [
+        encode_messages(base, [user_message(question.turns[0])], "tokenizer")[-24:]
+        for question in load_questions("embedded")[:5]
+    ]
 
 
 @pytest.fixture(scope="module")

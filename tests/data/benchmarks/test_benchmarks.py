@@ -11,7 +11,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data import embedded
 from data.benchmarks import BENCHMARKS, Question, find_benchmark, load_questions
 from data.benchmarks.question import Checks
 
@@ -73,11 +72,6 @@ def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
         Question(2, "math", ("What is 2 + 1?",), "#### 3"),
         Question(3, "math", ("What is 3 + 1?",), "#### 4"),
     ]
-
-
-@pytest.mark.slow
-def test_the_embedded_benchmark_asks_the_held_out_questions():
-    assert [list(asked.turns) for asked in load_questions("embedded")] == [row["turns"] for row in embedded.questions()]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def exact(tiny_base):
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
     """Conversations with several turns, some without an answer, one with a system message."""
-    said = load_conversations(["embedded:14:3"])[0]
+    said = load_conversations(["embedded:14:300"])[0]
     path = tmp_path_factory.mktemp("asked") / "asked.jsonl"
     rows = [{"id": each.id, "messages": [*each.messages]} for each in said]
     rows[3]["messages"] = rows[3]["messages"][:1]
@@ -350,7 +350,7 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
         "{%- else -%}{%- generation -%}{{- (m['content'] if loop.last else m['content'] | upper) + eos_token -}}"
         "{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
     )
-    (conversation,) = load_conversations(["embedded:60:1"])[0][:1]
+    (conversation,) = load_conversations(["embedded:60:100"])[0][:1]
     conversation = replace(
         conversation, messages=(user_message("a"), {"role": "assistant", "content": "-"}, user_message("b"))
     )
@@ -373,7 +373,7 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
 
 def sampled(base, folder, seed, num_answers=2, batch_size=64):
     """The records of a few conversations of two turns."""
-    said = load_conversations(["embedded:4:3"], requires_answers=False)[0]
+    said = load_conversations(["embedded:4:300"], requires_answers=False)[0]
     dialogues = [Dialogue(each, base.tokenizer, "tokenizer", 2, n) for each in said for n in range(num_answers)]
     options = AnswerOptions(max_new_tokens=6, num_answers=num_answers, batch_size=batch_size)
     with Journal(folder / f"{seed} {num_answers} {batch_size}", {}) as journal:

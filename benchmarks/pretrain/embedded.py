@@ -1,15 +1,19 @@
 """Generates the project's own corpus of ShareGPT conversations from seeded templates.
 
-What the conversations are made of stands in ``corpus/*.txt``: words, stories, units, facts, functions and phrases.
+What the conversations are made of stands in ``words/*.txt``: words, stories, units, facts, functions and phrases. The
+first 4,000 conversations and the questions ship with the package `data`.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
 from typing import Any
 from zlib import crc32
+
+from data.files import write_text
 
 Turns = list[tuple[str, str]]  # (question, answer) pairs of one conversation
 # One first prompt in twelve never occurs in `conversations`, whatever the seed; `questions` uses only those.
@@ -17,7 +21,7 @@ HELD_OUT_SHARE = 12
 
 
 def _read(name: str) -> str:
-    return (Path(__file__).with_name("corpus") / f"{name}.txt").read_text(encoding="utf-8").removesuffix("\n")
+    return (Path(__file__).with_name("words") / f"{name}.txt").read_text(encoding="utf-8").removesuffix("\n")
 
 
 WORDS = {key: line.split(", ") for key, line in (line.split(": ") for line in _read("words").split("\n"))}
@@ -235,3 +239,14 @@ def _code(rng: random.Random) -> Turns:
 
 
 KINDS = dict(arithmetic=_arithmetic, conversion=_conversion, lists=_lists, explanation=_explanation, code=_code)
+
+
+def corpus(out: str, count: int = 12000, seed: int = 0) -> None:
+    """Write conversations of the project's own corpus as JSON lines.
+
+    Args:
+        out: File to write.
+        count: Number of conversations.
+        seed: Seed of the templates' choices.
+    """
+    write_text(out, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in conversations(count, seed)))

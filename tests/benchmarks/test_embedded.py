@@ -7,10 +7,17 @@ from collections import Counter
 
 import pytest
 
-from data import embedded
+from benchmarks.pretrain import embedded
+from data.benchmarks import load_questions
+from data.sources import read_rows
 
 RECORDS = embedded.conversations(600, seed=0)
 ANSWERS = [turn["value"] for record in RECORDS for turn in record["conversations"] if turn["from"] == "gpt"]
+
+
+def test_what_ships_is_the_corpus():
+    assert [row for _, row in read_rows("embedded")] == embedded.conversations(4000, 0)
+    assert [list(each.turns) for each in load_questions("embedded")] == [row["turns"] for row in embedded.questions()]
 
 
 def test_a_shorter_corpus_is_the_start_of_a_longer_one_and_another_seed_gives_another():
@@ -63,19 +70,3 @@ def test_questions_are_balanced_two_turn_and_never_trained_on():
     assert not trained_on & {row["turns"][0] for row in rows}
     with pytest.raises(ValueError, match=r"only \d+ different held-out questions, not 200"):
         embedded.questions(200)
-
-
-def test_the_tokenizer_has_the_ids_of_llama(tokenizer):
-    assert len(tokenizer) == 600
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<unk>", "<s>", "</s>"]
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    assert tokenizer.model_max_length == 1024
-
-
-@pytest.mark.parametrize("text", [ANSWERS[0], "  two  spaces \n\n\ttab", "naïve 漢字 🙂 1234", "don't , stop .", ""])
-def test_decoding_undoes_encoding(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_the_tokenizer_splits_numbers_into_digits(tokenizer):
-    assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]

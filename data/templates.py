@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
@@ -40,6 +42,7 @@ TEMPLATE_ERRORS = (
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 THINKING = {"thinking=on": "true", "thinking=off": "false"}
 TODAY = re.compile(r"strftime_now\( *(['\"])(.*?)\1 *\)")  # how templates ask for today's date, and its format
+RENDER_SECONDS = 10  # of computing, which no template needs
 # Before and after the reasoning, in the templates of Qwen3 and DeepSeek-R1, Magistral, Cohere, Seed-OSS and others. Not
 # the channels of gpt-oss, whose template refuses answers that contain them.
 MARKS = (
@@ -189,10 +192,11 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
         options["tokenizer_kwargs"] = {"verbose": False}
     apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
     try:
-        if any(message.get("tool_calls") for message in messages):
-            plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
-            messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
-        return apply(messages, **options)
+        with time_limit(RENDER_SECONDS):
+            if any(message.get("tool_calls") for message in messages):
+                plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+                messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+            return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
         check_encodable([messages, options])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
@@ -214,6 +218,25 @@ def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) 
         if not any(call["function"]["arguments"] and str(call["function"]["arguments"]) in text for call in calls):
             return objects
     return texts
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End a loop of a hostile template with TimeoutError after so many seconds of computing, in the main thread."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"the chat template does not end within {seconds} seconds: choose another one")
+
+    if threading.current_thread() is not threading.main_thread():  # signals reach no other
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def mask_without_marks(

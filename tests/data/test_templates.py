@@ -1,6 +1,8 @@
 """Prompts, loss masks and the marks of reasoning, with templates as those of real models."""
 
 import json
+import signal
+import threading
 from array import array
 from copy import deepcopy
 from dataclasses import replace
@@ -9,6 +11,7 @@ from itertools import groupby
 
 import pytest
 
+from data import templates
 from data.conversations import Conversation, RecordedTokens, parse, user_message
 from data.files import short_hash
 from data.templates import (
@@ -20,6 +23,7 @@ from data.templates import (
     end_tokens,
     find_marks,
     masked_text,
+    render,
     resolve_template,
     show_mask,
     template_hash,
@@ -536,3 +540,30 @@ def test_show_mask_names_a_refused_conversation_and_goes_on(tmp_path, capsys):
     assert "3 conversations read, dropped 1 records (1 x not a JSON object)" in printed and "passage (2)" in printed
     places = [printed.index(part) for part in (" a: ", "b is left out: the chat template has no place", " c: ")]
     assert places == sorted(places)
+
+
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% for a in range(99) %}{{ f(n - 1) if n }}{% endfor %}{% endmacro %}{{ f(50) }}",
+}
+
+
+@pytest.mark.parametrize("loop", ENDLESS)
+def test_a_template_that_does_not_end_ends_the_command_and_no_other_timer(tokenizer, monkeypatch, loop):
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.05)
+    handlers = [signal.getsignal(number) for number in (signal.SIGVTALRM, signal.SIGALRM)]
+    conversation = Conversation("one", (("user", "Hi"), ("assistant", "Hello")))
+    for template in (ENDLESS[loop], ENDLESS[loop] + "{% generation %}{% endgeneration %}"):
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(TimeoutError, match="the chat template does not end within"):
+            encode(conversation, tokenizer, "tokenizer")
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGVTALRM, signal.SIGALRM)]
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+def test_templates_are_rendered_in_other_threads_too(tokenizer):
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(render([("user", "Hi")], tokenizer, "vicuna_v1.1")))
+    thread.start()
+    thread.join()
+    assert texts == [render([("user", "Hi")], tokenizer, "vicuna_v1.1")]

@@ -7,8 +7,8 @@ import re
 import signal
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
@@ -42,7 +42,7 @@ TEMPLATE_ERRORS = (
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 THINKING = {"thinking=on": "true", "thinking=off": "false"}
 TODAY = re.compile(r"strftime_now\( *(['\"])(.*?)\1 *\)")  # how templates ask for today's date, and its format
-RENDER_SECONDS = 10  # of computing, which no template needs
+RENDER_SECONDS = 10  # of computing for one text; a loop of a hostile template ends then
 # Before and after the reasoning, in the templates of Qwen3 and DeepSeek-R1, Magistral, Cohere, Seed-OSS and others. Not
 # the channels of gpt-oss, whose template refuses answers that contain them.
 MARKS = (
@@ -191,52 +191,43 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
     if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         options["tokenizer_kwargs"] = {"verbose": False}
     apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
+    is_main = threading.current_thread() is threading.main_thread()  # signals reach no other
+    before = signal.signal(signal.SIGVTALRM, _stop) if is_main else None
     try:
-        with time_limit(RENDER_SECONDS):
-            if any(message.get("tool_calls") for message in messages):
-                plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
-                messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
-            return apply(messages, **options)
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+        if any(message.get("tool_calls") for message in messages):
+            plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+            messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+        return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
         check_encodable([messages, options])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, before)
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
 
 
 def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) -> list[Message]:
     """Return messages with the arguments of their tool calls as a template reads them: objects, or else JSON texts."""
     objects, texts = deepcopy(list(messages)), deepcopy(list(messages))
     calls, written = ([call for each in copy for call in each.get("tool_calls") or ()] for copy in (objects, texts))
-    for function, in_text in (
-        (call["function"], other["function"]) for call, other in zip(calls, written, strict=True)
-    ):
-        arguments = function.get("arguments", {})
-        function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-        in_text["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    for call, in_text in zip(calls, written, strict=True):
+        arguments = call["function"].get("arguments", {})
+        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        call["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+        in_text["function"]["arguments"] = as_text
     with suppress(*TEMPLATE_ERRORS):
         text = render(objects)
         # A template that takes them for a text may write an object as Python does.
         if not any(call["function"]["arguments"] and str(call["function"]["arguments"]) in text for call in calls):
             return objects
     return texts
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """End a loop of a hostile template with TimeoutError after so many seconds of computing, in the main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"the chat template does not end within {seconds} seconds: choose another one")
-
-    if threading.current_thread() is not threading.main_thread():  # signals reach no other
-        yield
-        return
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def mask_without_marks(

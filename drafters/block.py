@@ -13,7 +13,6 @@ from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import anchors_per_chunk, chunked
 from drafters.losses.divergences import divergence
 from drafters.losses.label_weights import LabelLossOptions
-from drafters.nn.draft_vocabulary import num_drafted
 from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
@@ -70,7 +69,7 @@ class Block(ParallelDrafter):
         self.first_frame = first_frame
         self.loss_options = loss
         rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=num_drafted(self))
+        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options

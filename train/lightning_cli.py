@@ -58,9 +58,7 @@ def run(
             raise
         # A message about a drafter's options is wrapped in several about what a drafter may be.
         _, of_drafter, cause = str(error).rpartition("callable class: ")
-        if (
-            of_drafter and "does not accept option" in cause
-        ):  # jsonargparse keeps such options when another class is chosen
+        if of_drafter and "does not accept option" in cause:  # jsonargparse keeps options when the class changes
             cause += " (for another drafter than the recipe's, first give a config with model: {drafter: null})"
         raise ValueError(f"{cause} (lightning fit --help lists every key)") from error
 

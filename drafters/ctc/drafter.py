@@ -11,7 +11,6 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
 from drafters.ctc.trees import Bias, draw, paper_trees
 from drafters.losses import gathered_logits
-from drafters.nn.draft_vocabulary import num_drafted
 from drafters.nn.lookup import Passages
 from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
@@ -106,7 +105,7 @@ class CTC(ParallelDrafter):
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
         rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=num_drafted(self))
+        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
 
     # ---- training
 

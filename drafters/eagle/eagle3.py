@@ -12,7 +12,7 @@ from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
 from drafters.losses import gathered_logits
 from drafters.losses.divergences import DivergenceOptions, distillation_loss
-from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, num_drafted, restricted
+from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.transformer import RMSNorm
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
@@ -98,7 +98,8 @@ class EAGLE3(AutoregressiveDrafter):
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
-        self.lm_head = nn.Linear(size, num_drafted(self) or base.vocab_size, bias=False) if own_head else None
+        num_drafted = min(draft_vocab_size or self.vocab_size, self.vocab_size)
+        self.lm_head = nn.Linear(size, num_drafted, bias=False) if own_head else None
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)

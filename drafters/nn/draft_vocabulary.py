@@ -62,11 +62,6 @@ def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_siz
     drafter.register_load_state_dict_pre_hook(_check_draft_tokens)
 
 
-def num_drafted(drafter: Any) -> int | None:
-    """The number of tokens that a drafter can draft; None if it can draft every token."""
-    return None if drafter.draft_tokens is None else len(drafter.draft_tokens)
-
-
 def _check_draft_tokens(drafter: Any, weights: dict[str, Tensor], prefix: str, *_: object) -> None:
     tokens = weights.get(f"{prefix}draft_tokens")
     if tokens is None or not tokens.numel():

@@ -98,7 +98,8 @@ def markov_bias(
         return None
     if factors == "base":
         return BaseMarkov(base, rank, has_blank)
-    return Markov(base.vocab_size, rank, (num_drafted or base.vocab_size) + has_blank)
+    size = base.vocab_size
+    return Markov(size, rank, min(num_drafted or size, size) + has_blank)
 
 
 def _tables(left: Tensor, right: Tensor) -> Markov:

@@ -162,11 +162,18 @@ def test_drawn_drafts_state_the_distribution_of_an_enumeration_over_the_bases_vo
         torch.testing.assert_close(children.probs, after / after.sum(), rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [CTC, Block])
+@pytest.mark.parametrize("kind", [CTC, Block, EAGLE3])
 @pytest.mark.parametrize("size", [V - 1, V, V + 1, 10 * V])
 def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind, size):
-    given, fitting = (make(kind, draft_vocab_size=each, markov_rank=2).state_dict() for each in (size, min(size, V)))
-    assert {name: weight.shape for name, weight in given.items()} == {name: w.shape for name, w in fitting.items()}
+    options = {"own_head": True, "hidden_layers": [-1]} if kind is EAGLE3 else {"markov_rank": 2, "num_frames": 8}
+    given, fitting = (
+        {
+            name: w.shape
+            for name, w in recipe.build(kind, SHAPE, options | {"draft_vocab_size": each}).state_dict().items()
+        }
+        for each in (size, min(size, V))
+    )
+    assert given == fitting and given["draft_tokens"] == (min(size, V),)
 
 
 @pytest.mark.parametrize("kind", [CTC, Block])

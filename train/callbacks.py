@@ -107,9 +107,10 @@ class Speed(L.Callback):
     def say(self, trainer: L.Trainer, is_due: bool = False) -> None:
         """Print how far the training is, if a line is due: each minute where there is no progress bar to see."""
         has_bar = sys.stdout.isatty() and trainer.progress_bar_callback
-        is_due = is_due or (not has_bar and time.monotonic() - self.line_time >= 60)
-        if is_due and trainer.is_global_zero:
-            self.line_time, found = time.monotonic(), trainer.callback_metrics
+        if not is_due and (has_bar or time.monotonic() - self.line_time < 60):
+            return
+        self.line_time, found = time.monotonic(), trainer.callback_metrics  # which all processes may have to add up
+        if trainer.is_global_zero:
             metrics = (text.format(float(found[name])) for name, text in SHOWN.items() if name in found)
             print(", ".join([f"step {trainer.global_step:,}", *metrics]) + self.time_left(trainer), flush=True)
 

@@ -563,7 +563,7 @@ def test_a_template_that_does_not_end_ends_the_command_and_no_other_timer(tokeni
 
 def test_templates_are_rendered_in_other_threads_too(tokenizer):
     texts = []
-    thread = threading.Thread(target=lambda: texts.append(render([("user", "Hi")], tokenizer, "vicuna_v1.1")))
+    thread = threading.Thread(target=lambda: texts.append(render(talk(("user", "Hi")), tokenizer, "vicuna_v1.1")))
     thread.start()
     thread.join()
-    assert texts == [render([("user", "Hi")], tokenizer, "vicuna_v1.1")]
+    assert texts == [render(talk(("user", "Hi")), tokenizer, "vicuna_v1.1")]

@@ -6,15 +6,15 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers, spread_layers
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames, sample_columns
-from drafters.losses.chunks import chunks
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.nn.anchor_attention import AnchorMask, Mask
-from drafters.nn.draft_cache import Context, DraftCache
+from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import BaseMarkov, Markov
@@ -23,16 +23,16 @@ from drafters.protocol import (
     UNLIMITED,
     BaseShape,
     BaseWeights,
-    LearnedDrafter,
     Limits,
     RequiredOutputs,
-    StepResult,
     TrainingBatch,
 )
 from drafters.tree import DraftTree
 from drafters.trees.candidates import choose
 from drafters.trees.copies import with_passage
 from drafters.trees.search import Candidates, SearchLimits, search
+
+ANCHORS_AT_ONCE = 64  # drafted together on a known text
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ParallelDraftOptions:
         check_at_least(1, top_k=self.top_k)
 
 
-class Output(NamedTuple):
+class OutputLayer(NamedTuple):
     """What turns frame states into distributions over the tokens that can be drafted."""
 
     base_weights: BaseWeights  # the base's embedding, and the rows of its LM head for these tokens, (V', D)
@@ -117,7 +117,15 @@ class Output(NamedTuple):
     vocabulary: DraftVocabulary | None  # the draft vocabulary, or None for the whole one
 
 
-class ParallelDrafter(LearnedDrafter):
+class Roots(NamedTuple):
+    """Where drafts begin: A roots in each of B texts."""
+
+    anchors: Tensor  # (B, A) their positions
+    tokens: Tensor  # (B, A)
+    passages: Passages | None  # what a lookup finds there, if the drafter has one
+
+
+class ParallelDrafter(CachingDrafter):
     """One pass over T frames per anchor, each with a state that the base's LM head reads.
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
@@ -128,11 +136,11 @@ class ParallelDrafter(LearnedDrafter):
 
     markov: Markov | BaseMarkov | None
     draft_tokens: Tensor | None
-    chunk_anchors = 64  # anchors drafted at once on a known text
+    draft_options: ParallelDraftOptions
     first_frame = 0  # frames before this one predict nothing
     has_blank = False  # as the last column of its logits
     # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
-    _output: Output | None = None
+    _output: OutputLayer | None = None
 
     def __init__(
         self,
@@ -143,7 +151,7 @@ class ParallelDrafter(LearnedDrafter):
         draft: ParallelDraftOptions,
         frames_differ: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(trunk.num_layers, draft)
         check_at_least(1, num_labels=num_labels)
         layers = tuple(trunk.hidden_layers) or spread_layers(base.num_layers)
         check_hidden_layers(layers, base)
@@ -153,7 +161,7 @@ class ParallelDrafter(LearnedDrafter):
         self.tokens_in_context = trunk.tokens_in_context
         self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
         self.vocab_size = base.vocab_size
-        self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
+        self.num_candidates = draft.top_k * trunk.num_frames
         self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
@@ -161,7 +169,6 @@ class ParallelDrafter(LearnedDrafter):
             raise ValueError("distillation knows no copies: leave it out, or set copy to false")
         self.lookup = Lookup(base, trunk.copy) if trunk.lookup else None
         self.copies = trunk.copy
-        self._cache = DraftCache(trunk.num_layers, draft.window)
         add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
 
     # ---- from frames to trees
@@ -171,38 +178,30 @@ class ParallelDrafter(LearnedDrafter):
         self._output = None
         self._output = self.output(base_weights)
 
-    def output(self, base_weights: BaseWeights) -> Output:
+    def output(self, base_weights: BaseWeights) -> OutputLayer:
         """The output layer; for the attached base its tables are made only once."""
         if base_weights is self.base_weights and self._output is not None:
             return self._output
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
-        return Output(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
+        return OutputLayer(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
 
     def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
         return gathered_logits.base_logits(frames, base_weights)
 
-    def trees(
-        self,
-        frames: Tensor,
-        roots: Tensor,
-        base_weights: BaseWeights,
-        limits: Limits,
-        passages: Passages | None = None,
-    ) -> list[DraftTree]:
-        """The draft trees below root tokens (A,), from frame states (A, T, D), and A passages if they are copied."""
+    def trees(self, frames: Tensor, roots: Roots, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        """The draft tree below each root, from the frame states (B * A, T, D)."""
         weights, bias, vocabulary = self.output(base_weights)
-        logits = self.logits(frames, weights)  # (A, T, V') or, with a blank, (A, T, V' + 1)
-        candidates = choose(logits, roots, len(weights.head), self.num_candidates, bias, vocabulary)
+        logits = self.logits(frames, weights)  # (B * A, T, V') or, with a blank, (B * A, T, V' + 1)
+        candidates = choose(logits, roots.tokens.flatten(), len(weights.head), self.num_candidates, bias, vocabulary)
         options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
         is_chain = options.tree == "chain"  # cut in the end, as whether to copy is decided over the whole path
         depth = self.num_frames if is_chain else min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
         trees = self.search(candidates, search_limits)
         if self.copies:
-            assert self.lookup is not None and passages is not None, "the passages to be copied were not given"
-            tokens, lengths = (each.flatten(0, 1) for each in passages)
-            shares = self.lookup.copy_logits(lengths, frames).sigmoid()[:, None]
+            tokens, _, copy_logits = self._copies(roots, frames)
+            shares = copy_logits.sigmoid()[:, None]
             rows = torch.cat([shares, tokens.to(shares.dtype)], 1).tolist()  # one copy; float32 holds token ids exactly
             trees = [with_passage(tree, row[1:], row[0], search_limits) for tree, row in zip(trees, rows, strict=True)]
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
@@ -213,9 +212,9 @@ class ParallelDrafter(LearnedDrafter):
 
     # ---- from hidden states to frames
 
-    def _block(self, roots: Tensor, anchors: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """Input frames (B, A * T, D) and their positions (B, A * T), for roots (B, A) at anchors (B, A)."""
-        root = embedding[roots][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
+    def _block(self, roots: Roots, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Input frames (B, A * T, D) and their positions (B, A * T)."""
+        root = embedding[roots.tokens][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
         if self.root_everywhere:
             frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
         elif len(self.frame_embedding) > 1:
@@ -223,33 +222,28 @@ class ParallelDrafter(LearnedDrafter):
         else:
             masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
             frames = torch.cat([root, masked], dim=-2)
-        positions = anchors[..., None] + torch.arange(self.num_frames, device=anchors.device)
+        positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=root.device)
         return frames.flatten(1, 2), positions.flatten(1)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        anchors: Tensor,
-        roots: Tensor,
-        embedding: Tensor,
-        tokens: Tensor | None = None,
-        passages: Passages | None = None,
-    ) -> Tensor:
-        """States (B, A, T, D) of the predicting frames of many anchors; the context is projected once per sequence.
+    def roots(self, texts: Tensor, anchors: Tensor) -> Roots:
+        """The roots at anchors (B, A) of texts (B, S)."""
+        return Roots(anchors, texts.gather(1, anchors), self._passages(texts, anchors))
+
+    def _passages(self, texts: Tensor, anchors: Tensor) -> Passages | None:
+        return None if self.lookup is None else self.lookup.find(texts, anchors, self.num_frames)
+
+    def forward(self, hidden: Tensor, roots: Roots, embedding: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """States (B, A, T, D) of the predicting frames of many roots; the context is projected once per text.
 
         Args:
             hidden: (B, S, F * D) hidden states of the base.
-            anchors: (B, A) positions.
-            roots: (B, A) tokens at the anchors.
+            roots: The roots.
             embedding: (V, D) the base's embedding.
-            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context`` or ``lookup``.
-            passages: What a ``lookup`` finds at the anchors, if that is known already.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
         """
-        if passages is None and tokens is not None:
-            passages = self._passages(tokens, anchors)
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
         context = self.context(hidden, positions, tokens, embedding)
-        return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best(), passages)
+        return self._frames(context, roots, embedding, self._mask(roots.anchors, context).best())
 
     def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
         """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
@@ -262,31 +256,22 @@ class ParallelDrafter(LearnedDrafter):
         window = self.draft_options.window if window is None else window
         return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
 
-    def _passages(self, texts: Tensor, anchors: Tensor) -> Passages | None:
-        """The passages that the frames of anchors (B, A) read in texts (B, S), if they read any."""
-        return None if self.lookup is None else self.lookup.find(texts, anchors, self.num_frames)
-
-    def _read(self, embedded: Tensor) -> Tensor:
-        """Move a passage (B, A, T, D) to the frames that predict its tokens."""
-        first = self.first_frame
-        return nn.functional.pad(embedded, (0, 0, first, -first)) if first else embedded
-
-    def _frames(
-        self,
-        context: Context,
-        anchors: Tensor,
-        roots: Tensor,
-        embedding: Tensor,
-        mask: Mask,
-        passages: Passages | None = None,
-    ) -> Tensor:
-        """States (B, A, T, D) of the predicting frames, for roots (B, A) at anchors (B, A)."""
-        frames, positions = self._block(roots, anchors, embedding)
+    def _frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
+        """States (B, A, T, D) of the predicting frames."""
+        frames, positions = self._block(roots, embedding)
         if self.lookup is not None:
-            assert passages is not None, "the drafter looks up tokens, and they were not given"
-            frames = frames + self._read(self.lookup(passages, embedding)).flatten(1, 2).to(frames.dtype)
-        states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+            assert roots.passages is not None, "the drafter reads passages, and the roots have none"
+            passage, first = self.lookup(roots.passages, embedding), self.first_frame
+            passage = nn.functional.pad(passage, (0, 0, first, -first))  # to the frames that predict its tokens
+            frames = frames + passage.flatten(1, 2).to(frames.dtype)
+        states = self.trunk(frames, positions, context, mask).unflatten(1, (-1, self.num_frames))
         return states[:, :, self.first_frame :]
+
+    def _copies(self, roots: Roots, frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tokens (B * A, T) that a draft may copy, whether there are any (B * A,), and the logits that it does."""
+        assert self.lookup is not None and roots.passages is not None, "the passages to be copied were not given"
+        tokens, lengths = (part.flatten(0, 1) for part in roots.passages)
+        return tokens, lengths > 0, self.lookup.copy_logits(lengths, frames)
 
     # ---- training
 
@@ -299,24 +284,22 @@ class ParallelDrafter(LearnedDrafter):
         """
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
         labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
-        roots = batch.input_ids.gather(1, anchors)
-        passages = self._passages(batch.input_ids, anchors)
-        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids, passages).flatten(0, 1)
+        roots = self.roots(batch.input_ids, anchors)
+        frames = self(batch.hidden, roots, base_weights.embedding, batch.input_ids).flatten(0, 1)
         valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
         teacher, teacher_valid = None, None
         if with_teacher:
             last_hidden = batch.required_last_hidden()
             deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, self.num_labels)
-            teacher, teacher_valid = (each.flatten(0, 1) for each in deciding)
+            teacher, teacher_valid = (part.flatten(0, 1) for part in deciding)
         copied, copy_logits = None, None
-        if self.copies and self.lookup is not None and passages is not None:
-            tokens, lengths = (each.flatten(0, 1) for each in passages)
-            copied = (tokens[:, : self.num_labels] == labels).cumprod(-1).bool() & (lengths > 0)[:, None]
-            copy_logits = self.lookup.copy_logits(lengths, frames)
+        if self.copies:
+            tokens, has_passage, copy_logits = self._copies(roots, frames)
+            copied = (tokens[:, : self.num_labels] == labels).cumprod(-1).bool() & has_passage[:, None]
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
         left, right = None, None
         if self.markov is not None:
-            left, right = self.markov.factors(torch.cat([roots.flatten()[:, None], labels], 1), weights)
+            left, right = self.markov.factors(torch.cat([roots.tokens.flatten()[:, None], labels], 1), weights)
         if vocabulary is not None:
             labels, valid = vocabulary.cut(labels, valid)
         anchored = AnchoredFrames(frames, labels, valid, left, teacher, teacher_valid, copied, copy_logits)
@@ -326,78 +309,50 @@ class ParallelDrafter(LearnedDrafter):
 
     # ---- drafting
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._cache = DraftCache(len(self.trunk.layers), self.draft_options.window)
+    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+        tokens = None
+        if self.tokens_in_context:
+            tokens = torch.tensor([text[: hidden.shape[1]]], device=hidden.device)
+        return self.context(hidden, positions, tokens, base_weights.embedding)
 
-    @torch.inference_mode()
-    def observe(self, step: StepResult) -> None:
-        self._cache.observe(step.committed_hidden())
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        frames, roots = self.frames_after(seq, base_weights)
+        return self.trees(frames, roots, base_weights, limits)[0]
 
-    def rewind(self, length: int) -> None:
-        self._cache.rewind(length)
-
-    @torch.inference_mode()
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        if min(limits.max_depth, limits.max_nodes) < 1:
-            return DraftTree()
-        embedding, device = self.base_weights.embedding, self.frame_embedding.device
-        if (hidden := self._cache.take_observed()) is not None:
-            start, end = self._cache.length, self._cache.length + len(hidden)
-            tokens = torch.tensor([seq[start:end]], device=device) if self.tokens_in_context else None
-            positions = torch.arange(start, end, device=device)[None]
-            self._cache.append(self.context(hidden[None], positions, tokens, embedding))
-        if self._cache.num_held == 0:
-            return DraftTree()
+    def frames_after(self, seq: Sequence[int], base_weights: BaseWeights) -> tuple[Tensor, Roots]:
+        """States (1, T, D) of the predicting frames below the last token of the cached text, and this root."""
         # Filled on the device: copying a number there would wait for all kernels that are queued.
-        anchor, root = (
-            torch.full((1, 1), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+        anchor, token = (
+            torch.full((1, 1), number, dtype=torch.long, device=self.frame_embedding.device)
+            for number in (self._cache.length, seq[-1])
         )
-        context = self._cache.read()  # all of it is attended to
-        mask = self._mask(anchor, context, window=0).dense() if self.causal else None
         passages = self._passages(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
-        frames = self._frames(context, anchor, root, embedding, mask, passages)[:, 0]
+        roots, context = Roots(anchor, token, passages), self._cache.read()  # all of the context is attended to
+        mask = self._mask(anchor, context, window=0).dense() if self.causal else None
         self.draft_forwards += 1
-        return self.tree(frames, seq[-1], self.base_weights, limits, passages)
-
-    def tree(
-        self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits, passages: Passages | None = None
-    ) -> DraftTree:
-        """The tree that `propose` returns, from frame states (1, T, D) below a root token."""
-        roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
-        return self.trees(frames, roots, base_weights, limits, passages)[0]
+        return self._frames(context, roots, base_weights.embedding, mask)[:, 0], roots
 
     @torch.inference_mode()
     def propose_batch(
-        self,
-        context: Context,
-        anchors: Tensor,
-        roots: Tensor,
-        base_weights: BaseWeights,
-        limits: Limits,
-        texts: Sequence[Tensor] = (),
+        self, context: Context, texts: Sequence[Tensor], base_weights: BaseWeights, limits: Limits
     ) -> list[DraftTree]:
         """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
 
         Args:
             context: For each layer the keys and values (B, h, S, d) that `context` gave for the positions of each text.
-                Positions from its anchor on may hold anything finite.
-            anchors: (B,) positions of the roots, at most S.
-            roots: (B,) root tokens.
+                Positions from its root on may hold anything finite.
+            texts: The tokens of each text up to its root, on the CPU.
             base_weights: The base's embedding and LM head.
             limits: Limits of every proposal.
-            texts: The tokens (S,) of each text up to its root, on the CPU; needed only with ``lookup``.
         """
         self.draft_forwards += 1
-        mask = self._mask(anchors[:, None], context)
-        is_needed = self.causal or mask.window or len(anchors) > 1  # a single text attends to all of its context
-        dense = mask.dense() if is_needed else None
-        passages = None
-        if self.lookup is not None:
-            each = [self._passages(text[None], torch.tensor([[len(text) - 1]])) for text in texts]
-            passages = Passages(*(torch.cat(parts) for parts in zip(*filter(None, each), strict=True)))
-        frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense, passages)[:, 0]
-        return self.trees(frames, roots, base_weights, limits, passages)
+        ends = torch.tensor([[len(text) - 1, int(text[-1])] for text in texts])  # (B, 2): positions and tokens
+        passages = self._passages(pad_sequence([*texts], batch_first=True), ends[:, :1]) if self.lookup else None
+        roots = Roots(*ends.to(self.frame_embedding.device).split(1, dim=1), passages)
+        mask = self._mask(roots.anchors, context)
+        is_needed = self.causal or mask.window or len(texts) > 1  # a single text attends to all of its context
+        frames = self._frames(context, roots, base_weights.embedding, mask.dense() if is_needed else None)[:, 0]
+        return self.trees(frames, roots, base_weights, limits)
 
     @torch.inference_mode()
     def draft_at(
@@ -406,10 +361,8 @@ class ParallelDrafter(LearnedDrafter):
         trees: list[DraftTree] = []
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
-        found = self._passages(input_ids[None], anchors[None])
-        for here in chunks(len(anchors), self.chunk_anchors):
-            part, passages = anchors[here], found and Passages(*(each[:, here] for each in found))
-            mask, roots = self._mask(part[None], context).best(), input_ids[part]
-            frames = self._frames(context, part[None], roots[None], base_weights.embedding, mask, passages)[0]
-            trees += self.trees(frames, roots, base_weights, limits, passages)
+        for part in anchors.split(ANCHORS_AT_ONCE):
+            roots = self.roots(input_ids[None], part[None])
+            frames = self._frames(context, roots, base_weights.embedding, self._mask(part[None], context).best())[0]
+            trees += self.trees(frames, roots, base_weights, limits)
         return trees

@@ -1,5 +1,6 @@
 """The CTC drafter: T frames from one pass over the base's hidden states, collapsed into a draft tree."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,9 +10,8 @@ from torch import Tensor, nn
 
 from drafters.checks import check_above_zero, check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
-from drafters.ctc.trees import Bias, draw, paper_trees
+from drafters.ctc.trees import TokenBias, draw, paper_trees
 from drafters.losses import gathered_logits
-from drafters.nn.lookup import Passages
 from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
@@ -128,18 +128,17 @@ class CTC(ParallelDrafter):
             return paper_trees(candidates, limits, same_length=self.draft_options.tree == "paper")
         return search(candidates, limits, self.merge_repeats)
 
-    def tree(
-        self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits, passages: Passages | None = None
-    ) -> DraftTree:
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
-            return super().tree(frames, root, base_weights, limits, passages)
+            return super().draft(seq, base_weights, limits)
+        frames, _ = self.frames_after(seq, base_weights)
         weights, markov, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)[0]  # (T, V' + 1)
-        bias: Bias | None = markov
+        bias: TokenBias | None = markov
         if vocabulary is not None:
             logits = vocabulary.spread(logits, -torch.inf)  # (T, V + 1)
             bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
         num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
         within = SearchLimits(num_nodes, limits.max_depth, limits.eos)
         generator = np.random.default_rng((limits.draft_seed, self.draw_seed))
-        return draw(logits, root, self.draws, within, generator, bias, self.draw_temperature, self.merge_repeats)
+        return draw(logits, seq[-1], self.draws, within, generator, bias, self.draw_temperature, self.merge_repeats)

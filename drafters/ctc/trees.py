@@ -62,7 +62,7 @@ def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
 
 # ---- drawn trees
 
-Bias = Callable[[Tensor], Tensor]
+TokenBias = Callable[[Tensor], Tensor]
 """Maps tokens (N,) to B[l, :] (N, V + 1), which is added to a frame's logits if l is the last emitted token.
 
 It is called while sampling and again for the distributions, in batches of other sizes: compute it in float32 at least.
@@ -75,7 +75,7 @@ def draw(
     num_texts: int,
     limits: SearchLimits,
     generator: np.random.Generator,
-    bias: Bias | None = None,
+    bias: TokenBias | None = None,
     temperature: float = 1.0,
     merge_repeats: bool = True,
 ) -> DraftTree:
@@ -94,7 +94,7 @@ def draw(
     which is the root at first. The temperature divides logits and biases.
     """
     logits = logits.double() / temperature
-    tempered: Bias | None = None
+    tempered: TokenBias | None = None
     if bias is not None:
         tempered = lambda tokens: bias(tokens).double() / temperature  # noqa: E731
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
@@ -115,7 +115,7 @@ def draw(
     return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))
 
 
-def sample_alignments(logits: Tensor, bias: Bias | None, root: int, uniforms: Tensor) -> Tensor:
+def sample_alignments(logits: Tensor, bias: TokenBias | None, root: int, uniforms: Tensor) -> Tensor:
     """Sample the frames of N texts by inverse CDF, each frame given the last emitted token.
 
     Takes logits (T, V + 1), the token of the root, and random numbers (T, N) in [0, 1). Returns symbols (N, T).
@@ -221,8 +221,8 @@ class Texts:
         blank_end, label_end = self.blank_end[:, :-1], self.label_end[:, :-1]
         begins = self.frames.mixed(blank_end + label_end)
         if self.merge_repeats:  # then a token is repeated only after a blank
-            own = torch.arange(len(begins), device=begins.device)
-            begins[own, self.tokens] = (self.frames.at(own, self.tokens) * blank_end).sum(-1)
+            texts = torch.arange(len(begins), device=begins.device)
+            begins[texts, self.tokens] = (self.frames.at(texts, self.tokens) * blank_end).sum(-1)
         return begins[:, :-1] / self.prefix[:, None]
 
 
@@ -232,12 +232,12 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_rep
     Takes the last token of each text (G,), and the index (G,) of each text without its last token. Text 0 is the empty
     one: its token is the root, and its parent is ignored.
     """
-    own = torch.arange(len(tokens), device=tokens.device)
+    texts = torch.arange(len(tokens), device=tokens.device)
     parents = parents.clamp(min=0)
     enter = frames.at(parents, tokens)  # (G, T): p_t(c | l)
     enter[0] = 0.0
-    stay = frames.at(own, tokens)  # p_t(c | c)
-    blank = frames.at(own, torch.full_like(tokens, frames.blank))
+    stay = frames.at(texts, tokens)  # p_t(c | c)
+    blank = frames.at(texts, torch.full_like(tokens, frames.blank))
     if merge_repeats:
         enters_from_label = (tokens != tokens[parents]).to(enter)
     else:

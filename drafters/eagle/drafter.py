@@ -20,12 +20,14 @@ from drafters.checks import (
     check_choices,
     check_hidden_layers,
 )
-from drafters.nn.draft_cache import DraftCache
+from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.transformer import Attention, FeedForward, RMSNorm, RotaryEmbedding
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
+from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs
 from drafters.tree import DraftTree
 from drafters.trees import dynamic, static
 from drafters.trees.search import SearchLimits
+
+ANCHORS_AT_ONCE = 16  # drafted together on a known text
 
 
 @dataclass(frozen=True)
@@ -98,47 +100,45 @@ class DraftLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-class AutoregressiveDrafter(LearnedDrafter):
+class AutoregressiveDrafter(CachingDrafter):
     """One decoder layer over pairs of a hidden state and the token that follows it.
 
     Pair p joins the state of position p with token p + 1. The layer, causal over pairs, predicts the state of position
     p + 1, from which the distribution of token p + 2 is read. Up to the root the states are the base's; below it they
-    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`; they are
-    made of the base's ``hidden_layers``.
+    are the layer's own output. A subclass defines the ``loss``, and its states by `project_hidden`, `join_embedding`
+    and `logits`; they are made of the base's ``hidden_layers``.
     """
 
-    chunk_anchors = 16  # anchors drafted at once on a known text
+    draft_options: AutoregressiveDraftOptions
 
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
     ) -> None:
-        super().__init__()
+        super().__init__(2, draft)  # keys and values, and inputs of the layer
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
-        self.draft_options = draft
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         halving = np.full((draft.depth, min(draft.top_k, base.vocab_size)), 0.5).cumprod(1)
         ranks = draft.static or static.static_tree(halving, draft.num_nodes)
         self.static = static.checked(ranks, draft.depth, base.vocab_size) if draft.tree == "static" else []
         self.layer = layer
-        self._cache = DraftCache(2, draft.window)
 
     # ---- defined by a subclass
 
     @abstractmethod
-    def enter(self, hidden: Tensor) -> Tensor:
+    def project_hidden(self, hidden: Tensor) -> Tensor:
         """States (..., D) from the base's hidden states (..., F * D)."""
 
     @abstractmethod
-    def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def join_embedding(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream (..., D) and the attention input (..., D or 2 * D) of pairs.
 
         A pair is a state (..., D) and the embedding (..., D) of the token that follows it.
         """
 
     @abstractmethod
-    def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+    def logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits (..., V) of states (..., D)."""
 
     # ---- training
@@ -154,7 +154,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     def forward(self, states: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
         """The predicted state (B, S, D) of each next position, from all states (B, S, D) and the tokens after them."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        residual, x = self.pair(states, self.embed(tokens, base_weights))
+        residual, x = self.join_embedding(states, self.embed(tokens, base_weights))
         inputs = self.layer.queries_keys_values(x, positions)
         mask = unroll_mask(tokens.shape[1], 0, self.window, tokens.device) if self.window else None
         attended = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
@@ -162,65 +162,47 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     # ---- drafting
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._cache = DraftCache(2, self.window)
+    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+        tokens = torch.tensor([text[1 : 1 + hidden.shape[1]]], device=hidden.device)
+        return self._pairs(hidden, positions, tokens, base_weights)
 
-    @torch.inference_mode()
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
-            return DraftTree()
-        self._cache_pairs(seq, self.base_weights)
+    def _pairs(self, hidden: Tensor, positions: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Context:
+        """Keys and values of pairs (1, n), and the layer's inputs for them, two of (1, 1, n, ·).
+
+        They join the base's hidden states (1, n, F * D) at positions (1, n) with the tokens after them (1, n). The
+        inputs are cached too, because after a rewind the last remaining pair is the one before a root again.
+        """
+        states = self.project_hidden(hidden.to(self.dtype))
+        residual, x = self.join_embedding(states, self.embed(tokens, base_weights))
+        keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
+        return [keys_values, (residual[:, None], x[:, None])]
+
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         num_pairs = self._cache.length
-        if self._cache.num_held == 0:
-            return DraftTree()
         (keys, values), (residuals, inputs) = self._cache.read()
         anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
-        paths = Paths(self, self.base_weights, (keys, values), anchor, window=self.window)
+        paths = Paths(self, base_weights, (keys, values), anchor, window=self.window)
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
-            logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
+            logits = paths.feed(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
         generator = torch.Generator(logits.device).manual_seed(limits.draft_seed)
         tree = self._trees(logits, paths, limits, generator)[0]
         self.draft_forwards += paths.num_passes
         return tree
 
-    def _cache_pairs(self, seq: Sequence[int], base_weights: BaseWeights) -> None:
-        """Cache the pairs of observed states, now that their next tokens are known.
-
-        The layer's inputs are cached too, because after a rewind the last remaining pair is the one before a root
-        again.
-        """
-        cache = self._cache
-        if (hidden := cache.take_observed()) is None:
-            return
-        states = self.enter(hidden[None].to(self.dtype))  # (1, n, D)
-        start, end, device = cache.length, cache.length + states.shape[1], states.device
-        tokens = torch.tensor([seq[start + 1 : end + 1]], device=device)
-        residual, x = self.pair(states, self.embed(tokens, base_weights))
-        rotation = self.layer.rotary(torch.arange(start, end, device=device)[None])
-        cache.append([self.layer.self_attn.keys_values(x, rotation), (residual[:, None], x[:, None])])
-
-    @torch.inference_mode()
-    def observe(self, step: StepResult) -> None:
-        self._cache.observe(step.committed_hidden())
-
-    def rewind(self, length: int) -> None:
-        self._cache.rewind(length)
-
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
-        options, step = self.draft_options, paths.step
+        options, feed = self.draft_options, paths.feed
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
         if self.static:
-            return [tree.pruned(depth, num_nodes, limits.eos) for tree in static.grow(logits, step, self.static)]
+            return [tree.pruned(depth, num_nodes, limits.eos) for tree in static.grow(logits, feed, self.static)]
         if not options.draws:
             within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
-            return dynamic.grow(logits, step, self.width, self.top_k, within)
+            return dynamic.grow(logits, feed, self.width, self.top_k, within)
         # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
         depth = min(depth, num_nodes // options.draws)
         if depth < 1:
             return [DraftTree()] * len(logits)
-        return dynamic.draw(logits, step, depth, options.draws, options.temperature, generator, limits.eos)
+        return dynamic.draw(logits, feed, depth, options.draws, options.temperature, generator, limits.eos)
 
     @torch.inference_mode()
     def draft_at(
@@ -229,15 +211,14 @@ class AutoregressiveDrafter(LearnedDrafter):
         after_first = anchors[anchors > 0]  # before the first token nothing is observed
         if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1 or len(after_first) == 0:
             return [DraftTree()] * len(anchors)
-        states = self.enter(hidden[None, :-1].to(self.dtype))
-        positions = torch.arange(states.shape[1], device=states.device)
-        residual, x = self.pair(states, self.embed(input_ids[None, 1:], base_weights))
-        context = self.layer.self_attn.keys_values(x, self.layer.rotary(positions[None]))
+        positions = torch.arange(len(hidden) - 1, device=hidden.device)
+        pairs = hidden[None, :-1], positions[None], input_ids[None, 1:]
+        context, (residuals, inputs) = self._pairs(*pairs, base_weights)
         trees: list[DraftTree] = []
         generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
-        for part in after_first.split(self.chunk_anchors):
+        for part in after_first.split(ANCHORS_AT_ONCE):
             paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
-            logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
+            logits = paths.start(residuals[0, 0, part - 1][:, None], inputs[0, 0, part - 1][:, None])
             # Without their distributions, each of which is as large as the vocabulary.
             trees += [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
         drafted = iter(trees)
@@ -275,11 +256,11 @@ class Paths:
         rotation = self.module.layer.rotary(self.anchors[:, None] - 1)
         return self._run(residual, self.module.layer.self_attn.queries(inputs, rotation))[:, 0]
 
-    def step(self, tokens: Tensor, slots: Tensor) -> Tensor:
+    def feed(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Logits (A, W, V) below the tokens (A, W) of the next beam, each below a slot (A, W) of the latest one."""
         module, width = self.module, tokens.shape[1]
         states = self.states.gather(1, slots[..., None].expand(-1, -1, self.states.shape[-1]))
-        residual, x = module.pair(states, module.embed(tokens, self.base_weights))
+        residual, x = module.join_embedding(states, module.embed(tokens, self.base_weights))
         positions = (self.anchors + self.num_passes - 1)[:, None].expand(-1, width)
         queries, keys, values = module.layer.queries_keys_values(x, positions)
         self.keys, self.values = torch.cat([self.keys, keys], -2), torch.cat([self.values, values], -2)
@@ -291,7 +272,7 @@ class Paths:
     def _run(self, residual: Tensor, queries: Tensor) -> Tensor:
         self.states = self.module.layer(residual, self._attend(queries))
         self.num_passes += 1
-        return self.module.read(self.states, self.base_weights)
+        return self.module.logits(self.states, self.base_weights)
 
     def _attend(self, queries: Tensor) -> Tensor:
         """Attention of queries (A, h, W, d) over the text's pairs and the beams.
@@ -304,8 +285,8 @@ class Paths:
         shared = (together @ context_keys.mT).unflatten(1, (shape[0], shape[2])).transpose(0, 1)  # (A, h, W, S)
         if visible is not None:
             shared = shared.masked_fill(~visible[:, None, None], -torch.inf)
-        own = (queries @ self.keys.mT).masked_fill(~self.ancestor_mask[:, None], -torch.inf)  # (A, h, W, N)
-        scores = torch.cat([shared, own], dim=-1) * shape[-1] ** -0.5
+        drafted = (queries @ self.keys.mT).masked_fill(~self.ancestor_mask[:, None], -torch.inf)  # (A, h, W, N)
+        scores = torch.cat([shared, drafted], dim=-1) * shape[-1] ** -0.5
         weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(queries.dtype)
         context = weights[..., :num_pairs].transpose(0, 1).flatten(1, 2) @ context_values  # (h, A * W, d)
         return context.unflatten(1, (shape[0], shape[2])).transpose(0, 1) + weights[..., num_pairs:] @ self.values

@@ -54,14 +54,14 @@ class EAGLE(AutoregressiveDrafter):
         self.loss_options = loss
         self.fc = nn.Linear(2 * base.hidden_size, base.hidden_size, bias=fc_bias)
 
-    def enter(self, hidden: Tensor) -> Tensor:
+    def project_hidden(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def join_embedding(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat([embedded, states], dim=-1))
         return x, x  # EAGLE's layer has no norm before attention
 
-    def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+    def logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
         return gathered_logits.base_logits(states, base_weights)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,7 +78,7 @@ class EAGLE(AutoregressiveDrafter):
         distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
         feature_loss = distances.sum() / num_terms
         divergences = distillation_loss(
-            options.divergence, predicted, lambda states: self.read(states, base_weights), features, base_weights.head
+            options.divergence, predicted, lambda states: self.logits(states, base_weights), features, base_weights.head
         )
         token_loss = divergences.sum() / num_terms
         loss = options.feature_weight * feature_loss + options.token_weight * token_loss

@@ -101,15 +101,15 @@ class EAGLE3(AutoregressiveDrafter):
         num_drafted = min(draft_vocab_size or self.vocab_size, self.vocab_size)
         self.lm_head = nn.Linear(size, num_drafted, bias=False) if own_head else None
 
-    def enter(self, hidden: Tensor) -> Tensor:
+    def project_hidden(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)
 
-    def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def join_embedding(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.hidden_norm(states)
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return (normed if self.norm_before_residual else states), x
 
-    def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+    def logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
         logits = self.draft_logits(states, base_weights)
         if self.draft_tokens is None:
             return logits
@@ -127,13 +127,13 @@ class EAGLE3(AutoregressiveDrafter):
         The states are meaningful from position j on. Takes the base's hidden states (B, S, F * D) and the token after
         each position (B, S).
         """
-        states, embedded = self.enter(hidden.to(self.dtype)), self.embed(tokens, base_weights)
+        states, embedded = self.project_hidden(hidden.to(self.dtype)), self.embed(tokens, base_weights)
         num_positions = tokens.shape[1]
         positions = torch.arange(num_positions, device=tokens.device)[None]
         all_keys: list[Tensor] = []
         all_values: list[Tensor] = []
         for depth in range(num_steps):
-            residual, x = self.pair(states, embedded)
+            residual, x = self.join_embedding(states, embedded)
             queries, keys, values = self.layer.queries_keys_values(x, positions)
             all_keys.append(keys)
             all_values.append(values)

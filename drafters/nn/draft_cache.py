@@ -1,7 +1,14 @@
-"""The KV cache of a draft module; it holds committed positions only, never those of a draft."""
+"""The KV cache of a draft module, which holds committed positions only, never those of a draft; and its drafter."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from drafters.protocol import BaseWeights, LearnedDrafter, Limits, StepResult
+from drafters.tree import DraftTree
 
 Context = list[tuple[Tensor, Tensor]]
 """For each layer the keys and values (B, h, S, d) of S positions."""
@@ -16,9 +23,13 @@ class DraftCache:
     """
 
     def __init__(self, num_layers: int, window: int = 0) -> None:
-        self.window = window  # 0 reads all positions
+        self.num_layers, self.window = num_layers, window  # a window of 0 reads all positions
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all positions, before a new text."""
         self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
-        self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._buffers: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
         self._observed: list[Tensor] = []
 
     def observe(self, hidden: Tensor) -> None:
@@ -84,5 +95,51 @@ class DraftCache:
 
     def read(self) -> Context:
         """Views of the keys and values in the window, for each layer two tensors of (1, h, n, d)."""
-        shown = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
-        return [(keys[..., shown, :], values[..., shown, :]) for keys, values in self._buffers]
+        last = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
+        return [(keys[..., last, :], values[..., last, :]) for keys, values in self._buffers]
+
+
+class CachingDrafter(LearnedDrafter):
+    """A drafter whose draft module reads keys and values of the positions before the root, which it keeps in a cache.
+
+    A subclass defines what is kept of a position, `cached`, and how a draft is made of it, `draft`.
+    """
+
+    draft_options: Any  # has num_nodes and window
+
+    def __init__(self, num_layers: int, draft: Any) -> None:
+        super().__init__()
+        self.draft_options = draft
+        self._cache = DraftCache(num_layers, draft.window)
+
+    @abstractmethod
+    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+        """What the cache keeps of new positions (1, n), from the base's hidden states (1, n, F * D) there.
+
+        ``text`` are the tokens from the first of these positions to the root.
+        """
+
+    @abstractmethod
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        """The draft tree below the last token of a text, of which at least one position is cached."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._cache.clear()
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        self._cache.observe(step.committed_hidden())
+
+    def rewind(self, length: int) -> None:
+        self._cache.rewind(length)
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
+        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
+            return DraftTree()
+        if (hidden := self._cache.take_observed()) is not None:
+            start = self._cache.length
+            positions = torch.arange(start, start + len(hidden), device=hidden.device)[None]
+            self._cache.append(self.cached(hidden[None], positions, seq[start:], self.base_weights))
+        return self.draft(seq, self.base_weights, limits) if self._cache.num_held else DraftTree()

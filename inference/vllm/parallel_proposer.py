@@ -213,14 +213,13 @@ class ParallelProposer(Proposer):
     @torch.inference_mode()
     def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
         assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
-        device, chains = self.weights.embedding.device, dict[int, list[int]]()
+        chains = dict[int, list[int]]()
         lengths = [len(text) - 1 for text in texts]  # the root is not fed yet
         for group in groups(lengths, MAX_GATHERED_BYTES * self.cache.num_slots // self.cache.num_bytes):
             anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
-            roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
             context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))
-            own = [torch.from_numpy(texts[text]) for text in group]
-            trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits, own)
+            tokens = [torch.from_numpy(texts[text]) for text in group]
+            trees = self.drafter.propose_batch(context, tokens, self.weights, self.limits)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
 

@@ -552,7 +552,7 @@ ENDLESS = {
 def test_a_template_that_does_not_end_ends_the_command_and_no_other_timer(tokenizer, monkeypatch, loop):
     monkeypatch.setattr(templates, "RENDER_SECONDS", 0.05)
     handlers = [signal.getsignal(number) for number in (signal.SIGVTALRM, signal.SIGALRM)]
-    conversation = Conversation("one", (("user", "Hi"), ("assistant", "Hello")))
+    conversation = Conversation("one", talk(("user", "Hi"), ("assistant", "Hello")))
     for template in (ENDLESS[loop], ENDLESS[loop] + "{% generation %}{% endgeneration %}"):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         with pytest.raises(TimeoutError, match="the chat template does not end within"):

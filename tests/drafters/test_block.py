@@ -11,7 +11,9 @@ from drafters.block import cross_entropy
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
 from drafters.losses.label_weights import LabelLossOptions
+from drafters.nn.lookup import Passages
 from drafters.nn.markov import Markov
+from drafters.parallel import Roots
 from tests.drafters.conftest import SHAPE, in_float64, random_drafter
 
 S = 20
@@ -30,7 +32,8 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
     """As in DFlash: of the same network the first frame's state is not read."""
     dspark, dflash, (hidden, ids) = make(), make(sample_from_anchor=False), text
     at = torch.tensor([[3, 9]])
-    whole, fewer = (drafter(hidden[None], at, ids[at], base_weights.embedding) for drafter in (dspark, dflash))
+    roots = dspark.roots(ids[None], at)
+    whole, fewer = (drafter(hidden[None], roots, base_weights.embedding) for drafter in (dspark, dflash))
     assert fewer.shape[2] == dflash.num_labels == 3 and torch.equal(fewer, whole[:, :, 1:])
     (tree,) = dflash.draft_at(hidden, ids, torch.tensor([9]), base_weights)
     best = (fewer[0, 1] @ base_weights.head.T).argmax(-1).tolist()
@@ -44,11 +47,10 @@ def test_a_frame_reads_the_token_of_a_passage_that_it_predicts(make, base_weight
     """In a causal block a token of the passage changes the states from its own frame on."""
     drafter = make(sample_from_anchor=sample_from_anchor, lookup=True, causal=True)
     (hidden, ids), at = text, torch.tensor([[9]])
-    passages = drafter.lookup.find(ids[None], at, 4)._replace(lengths=torch.tensor([[2]]))
 
     def states(tokens):
-        read = passages._replace(tokens=torch.tensor([[tokens]]))
-        return drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None], read)[0, 0]
+        roots = Roots(at, ids[at], Passages(torch.tensor([[tokens]]), lengths=torch.tensor([[2]])))
+        return drafter(hidden[None], roots, base_weights.embedding)[0, 0]
 
     before = states([5, 6, 7, 8])
     for place in range(drafter.num_labels):
@@ -63,14 +65,12 @@ def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights
     drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
     base_weights = in_float64(base_weights)
     context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
-    at = torch.tensor(anchors)
     texts, limits = [ids[: anchor + 1] for anchor in anchors], Limits(max_depth=100)
-    trees = drafter.propose_batch(context, at, ids[at], base_weights, limits, texts)
-    assert trees == drafter.draft_at(hidden.double(), ids, at, base_weights)
-    alone = [[(keys[:1, :, :anchor], values[:1, :, :anchor]) for keys, values in context] for anchor in anchors]
-    for tree, own, anchor, read in zip(trees, alone, anchors, texts, strict=True):
-        root = ids[anchor : anchor + 1]
-        assert drafter.propose_batch(own, torch.tensor([anchor]), root, base_weights, limits, [read]) == [tree]
+    trees = drafter.propose_batch(context, texts, base_weights, limits)
+    assert trees == drafter.draft_at(hidden.double(), ids, torch.tensor(anchors), base_weights)
+    for tree, anchor, tokens in zip(trees, anchors, texts, strict=True):
+        before = [(keys[:1, :, :anchor], values[:1, :, :anchor]) for keys, values in context]
+        assert drafter.propose_batch(before, [tokens], base_weights, limits) == [tree]
 
 
 @pytest.mark.parametrize(("rank", "factors"), [(0, "own"), (3, "own"), (3, "base")])
@@ -80,7 +80,7 @@ def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, fa
     base_weights = in_float64(base_weights)
     at = torch.tensor([[7]])
     with torch.no_grad():
-        frames = drafter(hidden[None].double(), at, ids[at], base_weights.embedding)[0, 0]
+        frames = drafter(hidden[None].double(), drafter.roots(ids[None], at), base_weights.embedding)[0, 0]
         logits = frames @ base_weights.head.T  # (2, V)
         bias = torch.zeros(23, 23, dtype=torch.float64)
         if rank:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import BaseWeights, Limits, TrainingBatch
+from drafters import BaseWeights, Limits, TrainingBatch, parallel
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
@@ -52,7 +52,7 @@ def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weigh
     hidden = torch.cat([hidden * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
     anchors = [1, 2, 5, 6, 11, 19]
     at = torch.tensor([anchors])
-    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
+    trained = drafter(hidden[None], drafter.roots(ids[None], at), base_weights.embedding, ids[None])[0]
     decoded, trees = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
     torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
     assert all(0 < len(tree) <= 12 for tree in trees)
@@ -70,13 +70,13 @@ def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
     drafter, whole = make_ctc(window=5, **arguments), make_ctc(**arguments)
     hidden, ids = torch.randn(60, 16), torch.randint(0, 23, (60,))
     at = torch.tensor([anchors])
-    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
+    trained = drafter(hidden[None], drafter.roots(ids[None], at), base_weights.embedding, ids[None])[0]
     decoded, _ = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
     for index, anchor in enumerate(anchors):
         first = max(0, anchor - 5)
-        root, read = at[:, index], torch.arange(first, anchor)
-        given = whole.context(hidden[None, read], read[None], ids[None, read], base_weights.embedding)
-        expected = whole._frames(given, root[None], ids[root][None], base_weights.embedding, None)[0, 0]
+        window, root = torch.arange(first, anchor), whole.roots(ids[None], at[:, index, None])
+        context = whole.context(hidden[None, window], window[None], ids[None, window], base_weights.embedding)
+        expected = whole._frames(context, root, base_weights.embedding, None)[0, 0]
         torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
     assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
@@ -134,9 +134,9 @@ def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc,
     embedded = base_weights.embedding[ids]
     normed = embedded / (embedded.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt()
     fused, at = torch.cat([hidden, normed * gain], -1)[None], torch.tensor([[1, 7, 19]])
-    expected = fusing(fused, at, ids[at], base_weights.embedding)
-    given = reading(hidden[None], at, ids[at], base_weights.embedding, ids[None])
-    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+    expected = fusing(fused, fusing.roots(ids[None], at), base_weights.embedding)
+    states = reading(hidden[None], reading.roots(ids[None], at), base_weights.embedding, ids[None])
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
@@ -154,10 +154,10 @@ def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_i
     torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
 
 
-def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text):
+def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text, monkeypatch):
     (hidden, ids), drafter, reads = text, make_ctc(), []
     drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
-    drafter.chunk_anchors = 2
+    monkeypatch.setattr(parallel, "ANCHORS_AT_ONCE", 2)
     drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights)
     assert len(reads) == 1
 
@@ -186,7 +186,8 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
     hidden, ids = torch.randn(12, 16), torch.randint(0, 3 if drafter.copies else 23, (12,))
     anchors = torch.tensor([3, 7, 11])
     trees = drafter.draft_at(hidden, ids, anchors, base_weights)
-    frames = drafter(hidden[None], anchors[None], ids[anchors][None], base_weights.embedding, ids[None])[0]
+    roots = drafter.roots(ids[None], anchors[None])
+    frames = drafter(hidden[None], roots, base_weights.embedding, ids[None])[0]
     passages, lengths = map(list, zip(*(passage_at(drafter, ids, anchor) for anchor in anchors), strict=True))
     for tree, anchor, own, passage, length in zip(trees, anchors.tolist(), frames, passages, lengths, strict=True):
         assert len(tree) > 1
@@ -215,11 +216,11 @@ def test_whether_a_chain_copies_does_not_depend_on_how_deep_it_may_be(make_ctc, 
         assert all(list(own.tokens) == list(whole.tokens[:depth]) for own, whole in chains)
 
 
-@torch.inference_mode()
-def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights):
-    drafter = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999)
-    frames = torch.zeros(1, drafter.num_frames, 16)  # all tokens are equally probable: a few texts repeat one
-    tree = drafter.tree(frames, 1, base_weights, Limits(max_depth=99, max_nodes=999))
+def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights, text):
+    drafter, (hidden, ids) = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999), text
+    # All tokens are equally probable: a few texts repeat one.
+    drafter.attach_base_weights(BaseWeights(base_weights.embedding, torch.zeros_like(base_weights.head)))
+    tree = ready(drafter, hidden, ids, 7).propose(ids[:8].tolist(), Limits(max_depth=99, max_nodes=999))
     leaves = set(range(len(tree))) - set(tree.parents)
     assert {len(tree.path_tokens(node)) for node in leaves} == {drafter.num_frames}
     assert any(tree.tokens[node] == tree.tokens[parent] for node, parent in enumerate(tree.parents) if parent >= 0)

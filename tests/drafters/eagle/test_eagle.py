@@ -35,11 +35,11 @@ def base_weights(base_weights):
 
 def distribution_after(drafter, base_weights, hidden, ids, anchor, path):
     """Log-probabilities after a path below a root, by uncached forward passes that feed its own states back."""
-    states, tokens = drafter.enter(hidden[None, :anchor]), [*ids[1 : anchor + 1].tolist(), *path]
+    states, tokens = drafter.project_hidden(hidden[None, :anchor]), [*ids[1 : anchor + 1].tolist(), *path]
     for count in range(anchor, len(tokens) + 1):
         made = drafter(states, torch.tensor([tokens[:count]]), base_weights)[:, -1:]
         states = torch.cat([states, made], dim=1)
-    return drafter.read(made[0, 0], base_weights).log_softmax(-1)
+    return drafter.logits(made[0, 0], base_weights).log_softmax(-1)
 
 
 # ---- drafting
@@ -123,7 +123,7 @@ def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_
 def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_weights, window):
     drafter = make(EAGLE, window=window)
     hidden, ids = text_for(drafter)
-    trained = drafter.read(drafter(hidden[None, :-1], ids[None, 1:], base_weights), base_weights)[0].log_softmax(-1)
+    trained = drafter.logits(drafter(hidden[None, :-1], ids[None, 1:], base_weights), base_weights)[0].log_softmax(-1)
     for anchor in range(1, S):
         expected = distribution_after(drafter, base_weights, hidden, ids, anchor, [])
         torch.testing.assert_close(trained[anchor - 1], expected)
@@ -136,7 +136,7 @@ def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_we
     hidden, ids = text_for(drafter)
     unrolled = drafter.unroll(hidden[None, :-1], ids[None, 1:], base_weights, num_steps=5)
     for depth, states in enumerate(unrolled):
-        trained = drafter.read(states, base_weights)[0].log_softmax(-1)
+        trained = drafter.logits(states, base_weights)[0].log_softmax(-1)
         for pair in range(depth, S - 1):
             anchor = pair - depth + 1
             path = ids[anchor + 1 : anchor + 1 + depth].tolist()

@@ -11,6 +11,7 @@ import torch
 from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, TrainingBatch, recipe
 from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
+from drafters.parallel import Roots
 from drafters.protocol import UNLIMITED
 from tests.conftest import check_tree
 from tests.drafters.conftest import committed, random_drafter
@@ -99,7 +100,7 @@ def frame_logits(drafter, weights, hidden, root):
     """Logits (T, W) over what can be drafted, and the bias (V, W) after each token, without the code under test."""
     at = torch.tensor([[len(hidden)]])
     with torch.no_grad():
-        frames = drafter(hidden[None], at, torch.tensor([[root]]), weights.embedding)[0, 0]
+        frames = drafter(hidden[None], Roots(at, torch.tensor([[root]]), None), weights.embedding)[0, 0]
         left, right = drafter.markov.factors(torch.arange(V), BaseWeights(weights.embedding, weights.head[DRAFTED]))
         logits = frames @ weights.head[DRAFTED].T
         if isinstance(drafter, CTC):

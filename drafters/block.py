@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from drafters.checks import check_at_least
-from drafters.losses import gathered_logits, label_weights
+from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.chunks import anchors_per_chunk, chunked
-from drafters.losses.divergences import divergence
-from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.label_loss import LabelLossOptions
 from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
@@ -77,7 +75,7 @@ class Block(ParallelDrafter):
         return cross_entropy(anchored, head, right, options, batch.divisor)
 
 
-class _Output(NamedTuple):
+class _BiasWeights(NamedTuple):
     right: Tensor | None  # (V, R) right factor of the Markov bias
 
 
@@ -87,25 +85,21 @@ def cross_entropy(
     right: Tensor | None = None,
     options: LabelLossOptions = LabelLossOptions(),
     divisor: Callable[[Tensor], Tensor] = at_least_one,
-    max_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
     `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to decay^(u-1) and sum to one.
-    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u d(p, p_u(. | y_{u-1})) with the chosen
-    `divergence` d from the base's distribution p.
+    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u d(p, p_u(. | y_{u-1})), see `distillation`.
 
     The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
-    Frames beyond the number of labels are not trained. The ``divisor``, as in `TrainingBatch`, gets the number of
-    anchors that have a label. The tensors of one chunk take ``max_bytes``, by default as many as `anchors_per_chunk`
-    chooses. The metric is ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). It and the loss are
-    scalars, zero without labels.
+    Frames beyond the number of labels are not trained. The metric is ``expected_acceptance``, the mean of
+    sum_u p_1(y_1) ... p_u(y_u). It and the loss are scalars, zero without labels.
     """
     num_labels = anchored.labels.shape[1]
     assert anchored.frames.shape[1] >= num_labels, "each label needs a frame"
 
-    def sums(x: AnchoredFrames, output: _Output) -> tuple[Tensor, Tensor]:
+    def sums(x: AnchoredFrames, output: _BiasWeights) -> tuple[Tensor, Tensor]:
         logits = gathered_logits.logits(x.frames, head)  # (A, U, V)
         if x.left is not None and output.right is not None:
             logits += x.left.to(logits.dtype) @ output.right.to(logits.dtype).T
@@ -113,20 +107,17 @@ def cross_entropy(
         log_sum = gathered_logits.log_sum(exponentials, largest)
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
         log_probs = prefix.diff(prepend=torch.zeros_like(prefix[:, :1]))
-        weight = label_weights.by_depth(x.valid, options.decay, log_probs.dtype)
+        weight = label_loss.by_depth(x.valid, options.decay, log_probs.dtype)
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
-            assert x.teacher is not None, "distillation needs the base's last hidden states"
-            base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
-            distances = divergence(options.divergence, base, exponentials * (largest - log_sum).exp())
-            loss = loss + options.distillation * (weight * x.taught() * distances).sum()
+            draft = exponentials * (largest - log_sum).exp()  # (A, U, V)
+            loss = loss + label_loss.distillation(x, draft, weight, head, options)
         return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
     # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
     num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
-    size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
-    loss, acceptance = chunked(sums, anchored, _Output(right), size)
-    num_anchors = divisor(anchored.valid[:, 0].sum())
-    return loss / num_anchors, {"expected_acceptance": acceptance / num_anchors}
+    output = _BiasWeights(right)
+    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor)
+    return loss, {"expected_acceptance": acceptance}

@@ -12,21 +12,14 @@ from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_cho
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames, sample_columns
-from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.label_loss import LabelLossOptions
 from drafters.nn.anchor_attention import AnchorMask, Mask
 from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import BaseMarkov, Markov
 from drafters.nn.transformer import Trunk
-from drafters.protocol import (
-    UNLIMITED,
-    BaseShape,
-    BaseWeights,
-    Limits,
-    RequiredOutputs,
-    TrainingBatch,
-)
+from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import choose
 from drafters.trees.copies import with_passage

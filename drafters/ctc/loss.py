@@ -17,11 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least
-from drafters.losses import gathered_logits, label_weights
+from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
-from drafters.losses.chunks import anchors_per_chunk, chunked
-from drafters.losses.divergences import divergence
-from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.label_loss import LabelLossOptions
 from drafters.protocol import at_least_one
 
 
@@ -59,22 +57,19 @@ def ctc_loss(
     options: CTCLossOptions = CTCLossOptions(),
     merge_repeats: bool = True,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
-    max_bytes: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the anchors that have a label, and metrics.
 
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
     weights w_u of an anchor are proportional to decay^(u-1) and sum to one. ``label_weight`` multiplies the objective.
-    Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's distribution and
-    q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no alignment can reach,
-    because there are too few frames, contribute nothing.
+    Distillation adds sum_u w_u d(p, q(. | y_<u)), see `distillation`, where q is the exact distribution of the draft's
+    next token over the (draft) vocabulary. Labels that no alignment can reach, because there are too few frames,
+    contribute nothing.
 
-    The base's LM head (V, D) is frozen; ``merge_repeats`` is that of `reference.collapse`. The ``divisor``, as in
-    `TrainingBatch`, gets the number of anchors that have a label. The tensors of one chunk take ``max_bytes``, by
-    default as many as `anchors_per_chunk` chooses. The metrics are ``blank_share``, the mean of p_t(blank | root), and
-    ``expected_acceptance``, the mean of sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are
-    scalars, zero without labels.
+    The base's LM head (V, D) is frozen; ``merge_repeats`` is that of `reference.collapse`. The metrics are
+    ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
+    sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are scalars, zero without labels.
     """
 
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
@@ -84,16 +79,12 @@ def ctc_loss(
         counts = x.valid & is_possible(prefix)  # (A, U)
         acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
         prefix = torch.where(counts, prefix, 0.0)
-        weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
+        weight = label_loss.by_depth(counts, options.decay, prefix.dtype)  # 0 where no alignment reaches the label
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         loss = options.label_weight * objective
         if options.distillation:
-            assert x.teacher is not None, "distillation needs the base's last hidden states"
-            is_reached = x.taught() & F.pad(counts[:, :-1], (1, 0), value=True)
-            base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
             draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
-            distances = torch.where(is_reached, weight * divergence(options.divergence, base, draft), 0.0)
-            loss = loss + options.distillation * distances.sum()
+            loss = loss + label_loss.distillation(x, draft, weight, head, options)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 
@@ -102,11 +93,8 @@ def ctc_loss(
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
     num_vectors += num_labels * (3 if options.distillation else 0)
-    size = anchors_per_chunk(num_vectors, len(head), head.device, max_bytes)
-    loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
-    num_anchors = divisor(anchored.valid[:, 0].sum())
-    metrics = {"blank_share": blank_share / num_anchors, "expected_acceptance": acceptance / num_anchors}
-    return loss / num_anchors, metrics
+    loss, numbers = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor)
+    return loss, dict(zip(("blank_share", "expected_acceptance"), numbers, strict=True))
 
 
 def sequence_loss(exact: Tensor, valid: Tensor) -> Tensor:

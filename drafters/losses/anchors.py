@@ -23,10 +23,6 @@ class AnchoredFrames(NamedTuple):
     copied: Tensor | None = None  # (A, U) bool, where the passage of a lookup begins with y_1..y_u, if it is copied
     copy_logits: Tensor | None = None  # (A,) logits that the draft is this passage
 
-    def taught(self) -> Tensor:
-        """(A, U) bool: the valid labels whose distribution the teacher gives."""
-        return self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
-
     def with_copies(self, log_probs: Tensor) -> Tensor:
         """log P(the draft begins with y_1..y_u) (A, U), from that of a draft that is no copy.
 
@@ -34,8 +30,8 @@ class AnchoredFrames(NamedTuple):
         """
         if self.copied is None or self.copy_logits is None:
             return log_probs
-        copy, own = F.logsigmoid(self.copy_logits)[:, None], F.logsigmoid(-self.copy_logits)[:, None]
-        return torch.logaddexp(own + log_probs, torch.where(self.copied, copy, IMPOSSIBLE))
+        copy, no_copy = F.logsigmoid(self.copy_logits)[:, None], F.logsigmoid(-self.copy_logits)[:, None]
+        return torch.logaddexp(no_copy + log_probs, torch.where(self.copied, copy, IMPOSSIBLE))
 
 
 def valid_positions(loss_mask: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ PerAnchor = TypeVar("PerAnchor", bound=NamedTuple)
 Shared = TypeVar("Shared", bound=NamedTuple)
 
 
-def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device, max_bytes: int | None = None) -> int:
-    """The number of anchors, at least one, whose vectors over the vocabulary fit into ``max_bytes``.
+def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device) -> int:
+    """The number of anchors, at least one, whose vectors over the vocabulary fit into the memory of a chunk.
 
-    Each of an anchor's ``num_vectors`` is held in float32, with its gradient. The default depends on the device.
+    Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
     """
-    max_bytes = max_bytes or (CUDA_MAX_BYTES if device.type == "cuda" else MAX_BYTES)
+    max_bytes = CUDA_MAX_BYTES if device.type == "cuda" else MAX_BYTES
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 
@@ -96,8 +96,8 @@ def _one_chunk(
     num_split = len(kinds[0]._fields)
     loss, numbers = sums(kinds[0](*parts[:num_split]), kinds[1](*parts[num_split:]))
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        for whole, gradient in zip(into.values(), found, strict=True):
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for whole, gradient in zip(into.values(), gradients, strict=True):
             if gradient is not None:
                 whole.add_(gradient)
     return loss.detach(), numbers.detach()

@@ -87,15 +87,15 @@ def distilled(kind: Divergence, logits: Tensor, last_hidden: Tensor, head: Tenso
 
 
 def distillation_loss(
-    kind: Divergence, states: Tensor, read: Callable[[Tensor], Tensor], last_hidden: Tensor, head: Tensor
+    kind: Divergence, states: Tensor, logits: Callable[[Tensor], Tensor], last_hidden: Tensor, head: Tensor
 ) -> Tensor:
-    """`distilled` at each position (N,), where ``read`` maps the drafter's states (n, D) to its logits (n, V).
+    """`distilled` at each position (N,), where ``logits`` maps the drafter's states (n, D) to its logits (n, V).
 
     Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never stored.
     """
 
     def losses(states: Tensor, last_hidden: Tensor) -> Tensor:
-        return distilled(kind, gathered_logits.at_least_float32(read(states)), last_hidden, head)
+        return distilled(kind, gathered_logits.at_least_float32(logits(states)), last_hidden, head)
 
     size = anchors_per_chunk(2, len(head), head.device)
     parts = ((states[here], last_hidden[here]) for here in chunks(len(states), size))

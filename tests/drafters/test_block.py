@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 from drafters import Block, Limits
 from drafters.block import cross_entropy
+from drafters.losses import chunks
 from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.chunks import MAX_BYTES
-from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.label_loss import LabelLossOptions
 from drafters.nn.lookup import Passages
 from drafters.nn.markov import Markov
 from drafters.parallel import Roots
@@ -117,12 +117,12 @@ class Case:
                 weight.data = draw(*weight.shape)
             self.leaves += [*self.markov.parameters()]
 
-    def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, copies=(), **options):
+    def loss(self, valid=VALID, teacher=None, teacher_valid=None, copies=(), **options):
         previous, left, right = torch.cat([self.roots[:, None], self.labels], 1), None, None
         if self.markov is not None:
             left, right = self.markov.factors(previous)
         anchored = AnchoredFrames(self.frames, self.labels, valid, left, teacher, teacher_valid, *copies)
-        return cross_entropy(anchored, self.head, right, LabelLossOptions(**options), max_bytes=max_bytes)
+        return cross_entropy(anchored, self.head, right, LabelLossOptions(**options))
 
     def log_distributions(self):
         logits = self.frames[:, :U] @ self.head.T
@@ -160,11 +160,12 @@ def test_with_copies_a_label_has_its_probability_given_the_labels_before(has_bia
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V, 2**20], ids=["one", "some", "all"])
 @pytest.mark.parametrize(("distillation", "kind"), [(0.0, "kl"), (0.7, "kl"), (0.7, "tv"), (0.7, "lk")])
-def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, distillation, kind):
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch, max_bytes, distillation, kind):
+    monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
     case = Case(has_bias)
     settings = {"decay": 0.6, "distillation": distillation, "divergence": kind, "label_weight": 0.4}
     settings |= {"teacher_temperature": 0.5} if distillation else {}
-    ours, _ = case.loss(teacher=case.teacher, max_bytes=max_bytes, **settings)
+    ours, _ = case.loss(teacher=case.teacher, **settings)
     log_distributions = case.log_distributions()
     cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
     base = (2 * case.teacher @ case.head.T).log_softmax(-1)
@@ -184,7 +185,8 @@ def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, d
 
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 2**20])
-def test_the_metric_is_the_mean_expected_acceptance(has_bias, max_bytes):
+def test_the_metric_is_the_mean_expected_acceptance(has_bias, monkeypatch, max_bytes):
+    monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
     case = Case(has_bias)
-    _, numbers = case.loss(max_bytes=max_bytes)
+    _, numbers = case.loss()
     torch.testing.assert_close(numbers["expected_acceptance"], case.reached().sum(-1)[VALID[:, 0]].mean().detach())

@@ -15,9 +15,8 @@ from drafters.ctc.loss import (
     run_recursion,
 )
 from drafters.ctc.reference import plain_loss
-from drafters.losses import gathered_logits
+from drafters.losses import chunks, gathered_logits
 from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.chunks import MAX_BYTES
 from drafters.nn.markov import Markov
 
 T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
@@ -62,10 +61,10 @@ class Case:
     def output(self):
         return CTCOutput(self.blank_row, self.blank_bias, None if self.markov is None else self.markov.right)
 
-    def loss(self, anchored=None, max_bytes=MAX_BYTES, **options):
+    def loss(self, anchored=None, **options):
         anchored = anchored or self.anchored(teacher=self.teacher if options.get("distillation") else None)
         options = CTCLossOptions(**options)
-        return ctc_loss(anchored, self.head, self.output, options, self.merges, max_bytes=max_bytes)
+        return ctc_loss(anchored, self.head, self.output, options, self.merges)
 
     def states(self, anchored):
         emissions = emit(anchored, self.head, self.output)
@@ -252,8 +251,8 @@ def test_the_next_token_distribution_is_that_of_all_alignments(any_case):
 # ---- the losses
 
 
-def assert_literal(case, settings, max_bytes=MAX_BYTES):
-    ours, expected = case.loss(max_bytes=max_bytes, **settings)[0], case.written_out(**settings)
+def assert_literal(case, settings):
+    ours, expected = case.loss(**settings)[0], case.written_out(**settings)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(3 * loss, case.leaves) for loss in (ours, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
@@ -270,8 +269,9 @@ def assert_literal(case, settings, max_bytes=MAX_BYTES):
     ],
     ids=str,
 )
-def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, max_bytes):
-    assert_literal(case, settings, max_bytes)
+def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, monkeypatch, max_bytes):
+    monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
+    assert_literal(case, settings)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +288,16 @@ def test_all_anchors_at_once_give_the_literal_sum_with_every_divergence(any_case
     assert_literal(any_case, settings)
 
 
-def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(case):
+def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(case, monkeypatch):
     blank, acceptance = [], []
     for anchor, length in enumerate(LENGTHS.tolist()):
         texts, label = case.texts(anchor), LABELS[anchor].tolist()
         if length:
             blank.append(case.probs(anchor)[:, ROOTS[anchor], BLANK].mean())
             acceptance.append(sum(texts.begins(label[:n]) for n in range(1, length + 1)))
-    for max_bytes in (1, MAX_BYTES):
-        _, numbers = case.loss(max_bytes=max_bytes)
+    for max_bytes in (chunks.MAX_BYTES, 1):
+        monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
+        _, numbers = case.loss()
         assert not any(number.requires_grad for number in numbers.values())
         torch.testing.assert_close(numbers["blank_share"], torch.stack(blank).mean().detach())
         torch.testing.assert_close(numbers["expected_acceptance"], torch.stack(acceptance).mean().detach())
@@ -314,7 +315,8 @@ def test_a_loss_never_holds_the_logits_of_more_than_a_chunk(monkeypatch, objecti
     labels = torch.randint(num_tokens, (8, U), generator=generator)
     anchored = AnchoredFrames(frames, labels, torch.ones(8, U, dtype=torch.bool), teacher=teacher.detach())
     options = CTCLossOptions(objective=objective, distillation=1.0, divergence=divergence)
-    ctc_loss(anchored, head, CTCOutput(row, torch.zeros(())), options, max_bytes=600_000)
+    monkeypatch.setattr(chunks, "MAX_BYTES", 600_000)
+    ctc_loss(anchored, head, CTCOutput(row, torch.zeros(())), options)
     assert held == [(2, T), (2, U)] * 4
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafters.losses.divergences import acceptance, divergence
-from drafters.losses.label_weights import LabelLossOptions
+from drafters.losses.label_loss import LabelLossOptions
 
 KINDS = ["kl", "tv", "lk", "lk_hybrid"]
 

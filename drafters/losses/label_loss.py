@@ -1,13 +1,17 @@
-"""The weight of each label in a loss, by its depth."""
+"""What the losses of the labels after an anchor share: options, weights by depth, distillation, the mean."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from drafters.checks import check_at_least
-from drafters.losses.divergences import DivergenceOptions
+from drafters.losses import gathered_logits
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.chunks import anchors_per_chunk, chunked
+from drafters.losses.divergences import DivergenceOptions, divergence
 
 Options = TypeVar("Options", bound="LabelLossOptions")
 
@@ -65,3 +69,35 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
     """w_u = decay^(u-1) over the labels that count (A, U) bool, normalised to a sum of one: (A, U)."""
     weights = counts * decay ** torch.arange(counts.shape[1], device=counts.device, dtype=dtype)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def distillation(x: AnchoredFrames, draft: Tensor, weight: Tensor, head: Tensor, options: LabelLossOptions) -> Tensor:
+    """sum_u w_u d(p, q_u) over the anchors, times its weight in the loss; labels without a teacher are left out.
+
+    d is the chosen `divergence` of the draft's next-token distributions q_u (A, U, V) from the base's distribution p.
+    The weights are (A, U), the base's LM head (V, D).
+    """
+    assert x.teacher is not None, "distillation needs the base's last hidden states"
+    base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
+    if x.teacher_valid is not None:
+        weight = weight * x.teacher_valid
+    return options.distillation * (weight * divergence(options.divergence, base, draft)).sum()
+
+
+def mean_over_anchors(
+    sums: Callable[[AnchoredFrames, Any], tuple[Tensor, Tensor]],
+    x: AnchoredFrames,
+    output: Any,
+    num_vectors: int,
+    vocab_size: int,
+    divisor: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The loss and the numbers that ``sums`` adds up (`chunked`), divided by the number of anchors with a label.
+
+    ``num_vectors`` are the vectors over the vocabulary that each anchor holds. The ``divisor`` is that of
+    `TrainingBatch`.
+    """
+    size = anchors_per_chunk(num_vectors, vocab_size, x.frames.device)
+    loss, numbers = chunked(sums, x, output, size)
+    num_anchors = divisor(x.valid[:, 0].sum())
+    return loss / num_anchors, numbers / num_anchors

@@ -26,13 +26,15 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from benchmarks.experiment import Arm, GreedyAnswer, mean_and_range, remembered
 from benchmarks.harness import ResultTable, alternate
-from drafters import checkpoint
+from drafters import BaseWeights, Limits, Medusa, checkpoint
 from drafters.ctc.trees import BLANK, collapsed, paper_trees, raw_trees
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
+from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 from inference.verifier.base import Base
 from inference.verifier.runner import Runner
@@ -84,6 +86,19 @@ def blanks_dropped(candidates: Candidates, limits: SearchLimits) -> list[DraftTr
 
 
 Build = Callable[[Candidates, SearchLimits], list[DraftTree]]
+
+
+def trees_of_heads(
+    drafter: Medusa, build: Build, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits
+) -> list[DraftTree]:
+    """What `Medusa.trees` returns, with another way to build the trees."""
+    probs, tokens = drafter(states, base_weights, drafter.top_k)
+    token_ids, probabilities = on_host(tokens, probs)
+    num_nodes = min(drafter.draft_options.num_nodes, limits.max_nodes)
+    search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos)
+    return build(Candidates(token_ids.astype(np.int64), probabilities), search_limits)
+
+
 CROSS_ENTROPY: dict[str, Build] = {"plain": search, "CTC": transformed}
 WAYS: dict[str, dict[str, Build]] = {
     "Medusa": CROSS_ENTROPY,
@@ -122,7 +137,11 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
         drafter: Any = checkpoint.load(folder, base.model.dtype, config)[0].to(base.model.device)
         drafter.attach_base_weights(base.base_weights)
         clock = clocks[way] = {"LM head": 0.0, "tree": 0.0}
-        drafter.logits, drafter.search = timed(drafter.logits, clock, "LM head"), timed(build, clock, "tree")
+        drafter.logits, build = timed(drafter.logits, clock, "LM head"), timed(build, clock, "tree")
+        if isinstance(drafter, Medusa):
+            drafter.trees = partial(trees_of_heads, drafter, build)
+        else:
+            drafter.search = build
         sessions[way] = Session(runner, drafter)
     steps: dict[str, list[Step]] = {way: [] for way in sessions}
     for _, index, way in alternate(list(sessions), len(answers), 1, "decoding"):

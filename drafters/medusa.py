@@ -32,6 +32,8 @@ from drafters.trees import static
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 
+ANCHORS_AT_ONCE = 512  # drafted together on a known text, of one row each; fewer if a draft has several rows
+
 
 @dataclass(frozen=True)
 class HeadOptions:
@@ -104,7 +106,6 @@ class HeadDrafter(LearnedDrafter):
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
-    chunk_anchors = 512  # such rows at once, on a known text
 
     def __init__(
         self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
@@ -236,7 +237,7 @@ class HeadDrafter(LearnedDrafter):
             return [DraftTree()] * len(anchors)
         states = self.encode(hidden[None])[0]
         trees: list[DraftTree] = []
-        for part in anchors.split(max(1, self.chunk_anchors // self.rows_per_anchor)):
+        for part in anchors.split(max(1, ANCHORS_AT_ONCE // self.rows_per_anchor)):
             trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], base_weights, limits)
         return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]
 
@@ -271,8 +272,6 @@ class Medusa(HeadDrafter):
     copies of that LM head. A draft is one forward pass.
     """
 
-    search = staticmethod(search)  # makes the draft trees of candidates on the host
-
     def __init__(
         self,
         base: BaseShape,
@@ -303,11 +302,11 @@ class Medusa(HeadDrafter):
 
     def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         probs, tokens = self(states, base_weights, self.top_k)
-        own, shown = on_host(tokens, probs)
-        own = own.astype(np.int64)
+        token_ids, probabilities = on_host(tokens, probs)
+        candidates = Candidates(token_ids.astype(np.int64), probabilities)
         if self.static:
-            trees = (static.fill(self.static, each) for each in own)
+            trees = (static.fill(self.static, ranked) for ranked in candidates.tokens)
             return [tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) for tree in trees]
         num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
         search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
-        return self.search(Candidates(own, shown), search_limits)
+        return search(candidates, search_limits)

@@ -18,6 +18,9 @@ from drafters import (
     Medusa,
     StepResult,
     TrainingBatch,
+    eagle,
+    medusa,
+    parallel,
 )
 from tests.conftest import check_tree
 from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
@@ -88,7 +91,7 @@ def make(shape, base_weights):
 
 
 @each_kind
-def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(make, base_weights, kind):
+def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(make, base_weights, monkeypatch, kind):
     drafter = make(kind)
     (hidden, ids), limits = text_for(drafter), Limits(max_depth=100, eos=frozenset({4}))
     drafter.begin(ids[:1].tolist())
@@ -100,7 +103,8 @@ def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(mak
         check_tree(live[-1], V)
     assert len({tuple(tree.tokens) for tree in live}) > 1
     assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    drafter.chunk_anchors = 2
+    for module in (parallel, medusa, eagle.drafter):
+        monkeypatch.setattr(module, "ANCHORS_AT_ONCE", 2)
     assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
     if not isinstance(drafter, CTC | Block):  # before the first token nothing is observed
         anchors = torch.tensor([0, *anchors])

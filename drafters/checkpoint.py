@@ -47,10 +47,11 @@ class DrafterConfig:
         """Raise ValueError unless the weights have the shapes of the recipe's; nothing is allocated."""
         with torch.device("meta"):
             fresh = self.build().state_dict()
-        expected, found = ({name: [*weight.shape] for name, weight in each.items()} for each in (fresh, weights))
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                raise ValueError(f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'there')}")
+        expected = {name: [*weight.shape] for name, weight in fresh.items()}
+        shapes = {name: [*weight.shape] for name, weight in weights.items()}
+        for name in sorted(expected.keys() | shapes.keys()):
+            if expected.get(name) != shapes.get(name):
+                raise ValueError(f"{name} is {shapes.get(name, 'missing')}, not {expected.get(name, 'there')}")
 
 
 def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:

@@ -73,7 +73,8 @@ def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int
     probability for any other token. It names none if it knows nothing.
     """
     pairs = []
-    first_left, second_left = (log_odds(1 - sum(each.values())) if each else 0.0 for each in (first, second))
+    first_left = log_odds(1 - sum(first.values())) if first else 0.0
+    second_left = log_odds(1 - sum(second.values())) if second else 0.0
     for token, probability in first.items():
         agreement = "both" if token in second else "first" if second else "first alone"
         other = log_odds(second[token]) if token in second else second_left

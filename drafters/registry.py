@@ -60,9 +60,9 @@ def register(
     """
 
     def decorate(build: T) -> T:
-        known = _REGISTRATIONS.get(name)
-        if known is not None and known.build is not build and full_path(known.build) != full_path(build):
-            raise ValueError(f"two drafters are registered as {name!r}: {full_path(known.build)}, {full_path(build)}")
+        other = _REGISTRATIONS[name].build if name in _REGISTRATIONS else build
+        if other is not build and full_path(other) != full_path(build):
+            raise ValueError(f"two drafters are registered as {name!r}: {full_path(other)}, {full_path(build)}")
         _REGISTRATIONS[name] = Registration(name, build, file, is_optional, load, argument, command)
         return build
 
@@ -86,7 +86,7 @@ def registered() -> dict[str, Registration]:
 
 def learned() -> dict[str, type[LearnedDrafter]]:
     """The classes of the registered drafters with weights, by name."""
-    return {name: kind for name, known in registered().items() if (kind := known.learned_class)}
+    return {name: kind for name, entry in registered().items() if (kind := entry.learned_class)}
 
 
 def full_path(build: Callable[..., Any]) -> str:

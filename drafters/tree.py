@@ -181,15 +181,15 @@ class DraftTree:
         nodes = list(place)[1:]
         if len(nodes) == len(self):
             return self
-        distributions = (
-            replace(each, parent=place[each.parent], draws=tuple(place[node] for node in each.draws if node in place))
-            for each in self.distributions
-            if each.parent in place
-        )
+        distributions: list[ChildDistribution] = []
+        for drawn in self.distributions:
+            draws = tuple(place[node] for node in drawn.draws if node in place)
+            if draws and drawn.parent in place:
+                distributions.append(replace(drawn, parent=place[drawn.parent], draws=draws))
         return DraftTree(
             [self.tokens[node] for node in nodes],
             [place[self.parents[node]] for node in nodes],
             sum(node >= candidates for node in nodes),
-            tuple(distribution for distribution in distributions if distribution.draws),
+            tuple(distributions),
             [self.probabilities[node] for node in nodes if node < len(self.probabilities)],
         )

@@ -29,13 +29,13 @@ class AnchorMask:
 
     def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether frame ``query`` (of A * T) may attend to key ``key`` (of S + A * T); the three broadcast."""
-        own, frames = key - self.num_context, self.num_frames
+        key_frame, frames = key - self.num_context, self.num_frames
         anchor = self.anchors[batch, query // frames]
         before = (key < self.num_context) & (key < anchor)
         if self.window:
             before = before & (key >= anchor - self.window)
-        block = (own >= 0) & (torch.div(own, frames, rounding_mode="floor") == query // frames)
-        return before | (block & (own <= query) if self.causal else block)
+        block = (key_frame >= 0) & (torch.div(key_frame, frames, rounding_mode="floor") == query // frames)
+        return before | (block & (key_frame <= query) if self.causal else block)
 
     def dense(self) -> Tensor:
         """The mask as a tensor, (B, 1, A * T, S + A * T) bool."""
@@ -84,9 +84,9 @@ class Pieces:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of (B, h, Q, d) over (B, h, S + Q, d), piece by piece."""
         lengths = [mask.shape[-2] for _, mask in self.parts]
-        context_keys, own_keys = keys.split([self.num_context, sum(lengths)], dim=-2)
-        context_values, own_values = values.split([self.num_context, sum(lengths)], dim=-2)
-        own = zip(*(x.split(lengths, dim=-2) for x in (queries, own_keys, own_values)), strict=True)
+        context_keys, frame_keys = keys.split([self.num_context, sum(lengths)], dim=-2)
+        context_values, frame_values = values.split([self.num_context, sum(lengths)], dim=-2)
+        frames = zip(*(x.split(lengths, dim=-2) for x in (queries, frame_keys, frame_values)), strict=True)
         attended = [
             F.scaled_dot_product_attention(
                 query,
@@ -94,7 +94,7 @@ class Pieces:
                 torch.cat([context_values[..., context, :], value], -2),
                 attn_mask=mask,
             )
-            for (context, mask), (query, key, value) in zip(self.parts, own, strict=True)
+            for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True)
         ]
         return torch.cat(attended, -2)
 

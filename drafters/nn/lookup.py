@@ -48,9 +48,8 @@ class Lookup(nn.Module):
         """
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
-        found = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens))
-        found = found.to(self.scale.device)
-        return Passages(found[..., :-1], found[..., -1])
+        passages = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens)).to(self.scale.device)
+        return Passages(passages[..., :-1], passages[..., -1])
 
     def forward(self, passages: Passages, embedding: Tensor) -> Tensor:
         """What to add to the frames, (B, A, T, D), with the base's embedding (V, D)."""
@@ -78,17 +77,17 @@ def _find(texts, anchors, num_tokens):
     for row in range(len(texts)):
         text = texts[row]
         for column in range(anchors.shape[1]):
-            anchor, longest, found = anchors[row, column], 0, 0
+            anchor, longest, last = anchors[row, column], 0, 0  # position of the last token of the longest match
             for end in range(anchor - 1, -1, -1):
                 length = 0
                 while length < min(MAX_NGRAM, end + 1) and text[end - length] == text[anchor - length]:
                     length += 1
                 if length > longest:
-                    longest, found = length, end
+                    longest, last = length, end
                 if longest == MAX_NGRAM:
                     break
             passages[row, column, num_tokens] = longest
             if longest:
                 for t in range(num_tokens):
-                    passages[row, column, t] = text[found + 1 + t % (anchor - found)]
+                    passages[row, column, t] = text[last + 1 + t % (anchor - last)]
     return passages

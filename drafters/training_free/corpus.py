@@ -61,9 +61,9 @@ class CorpusTable:
         return self._grams(nodes[-1]) if nodes and len(nodes) == len(context) else []
 
     def retrieve(
-        self, seq: Sequence[int], max_grams: int, known: Collection[tuple[int, ...]] = ()
+        self, seq: Sequence[int], max_grams: int, excluded: Collection[tuple[int, ...]] = ()
     ) -> list[tuple[int, ...]]:
-        """Up to ``max_grams`` n-grams that may follow a text and are not ``known``, those of longer contexts first.
+        """Up to ``max_grams`` n-grams that may follow a text and are not ``excluded``, those of longer contexts first.
 
         Those of one context come the more frequent ones first. As in the code of Self-Draft, each context gives as many
         n-grams as are still missing, and duplicates among them are left out without replacement.
@@ -71,7 +71,7 @@ class CorpusTable:
         grams: list[tuple[int, ...]] = []
         for node in reversed(self._nodes(seq)):
             for gram in self._grams(node, max_grams - len(grams)):
-                if gram not in grams and gram not in known:
+                if gram not in grams and gram not in excluded:
                     grams.append(gram)
         return grams
 

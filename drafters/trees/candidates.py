@@ -58,13 +58,14 @@ def choose(
     num_candidates, has_blank = min(num_candidates, vocab_size), logits.shape[-1] > vocab_size
     tokens = torch.arange(vocab_size, device=logits.device) if vocabulary is None else vocabulary.tokens
     with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
-        few = zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
-        parts = [_choose(own, below, tokens.expand(len(own), -1), num_candidates, markov) for own, below in few]
-    tokens_on_host, shown, *bias = on_host(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    blank = shown[..., -1] if has_blank else None
-    return Candidates(
-        tokens_on_host.astype(np.int64), shown[..., : tokens_on_host.shape[1]], blank, Bias(*bias) if bias else None
-    )
+        parts = [
+            _choose(few_logits, few_roots, tokens.expand(len(few_roots), -1), num_candidates, markov)
+            for few_logits, few_roots in zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
+        ]
+    token_ids, probs, *bias = on_host(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    blank = probs[..., -1] if has_blank else None
+    probs = probs[..., : token_ids.shape[1]]
+    return Candidates(token_ids.astype(np.int64), probs, blank, Bias(*bias) if bias else None)
 
 
 def _choose(
@@ -81,10 +82,10 @@ def _choose(
     log_probs = logits.log_softmax(-1)
     likely = log_probs[..., :vocab_size].amax(1).topk(min(vocab_size, max(NUM_LIKELY, num_candidates))).indices
     kept = pad(likely, (0, has_blank), value=vocab_size)
-    shown = _at(log_probs, kept)
-    rest = (1 - shown.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(shown.dtype).tiny).log()
-    own_right = pad(embedding(kept, right), (0, 0, 0, 1))
-    symbols = Symbols(torch.cat([shown, rest], -1), tokens.gather(1, likely), left, own_right)
+    kept_log_probs = _at(log_probs, kept)
+    rest = (1 - kept_log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).tiny).log()
+    kept_right = pad(embedding(kept, right), (0, 0, 0, 1))
+    symbols = Symbols(torch.cat([kept_log_probs, rest], -1), tokens.gather(1, likely), left, kept_right)
     best = short_list(symbols, roots, min(vocab_size, max(NUM_LISTED, num_candidates)))
     probs, columns = symbols.log_probs.softmax(-1), pad(best, (0, has_blank), value=likely.shape[1])
     chosen = symbols.tokens.gather(1, best)

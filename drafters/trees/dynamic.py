@@ -10,11 +10,11 @@ from torch import Tensor
 from drafters.tree import ROOT, ChildDistribution, DraftTree, Growth
 from drafters.trees.search import SearchLimits
 
-Step = Callable[[Tensor, Tensor], Tensor]
+FeedBeam = Callable[[Tensor, Tensor], Tensor]
 """Feeds the tokens (A, W) of the next beam, each below a slot (A, W) of the previous one; returns logits (A, W, V)."""
 
 
-def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimits) -> list[DraftTree]:
+def grow(logits: Tensor, feed: FeedBeam, width: int, top_k: int, limits: SearchLimits) -> list[DraftTree]:
     """The most probable nodes that are found by expanding the most probable ones at each level (EAGLE-2, section 4).
 
     The score of a node is the probability of its path. At each level the ``width`` best nodes get ``top_k`` children
@@ -40,11 +40,10 @@ def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimit
         scores, index = expandable.topk(min(width, expandable.shape[1]), dim=-1)  # (A, W)
         beam = num_found + index
         num_found += tokens.shape[1]
-        logits = step(tokens.gather(1, index), index // best.indices.shape[-1])
+        logits = feed(tokens.gather(1, index), index // best.indices.shape[-1])
     floor = log(limits.min_probability) if limits.min_probability > 0 else -inf
-    found = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
-    nodes = found.swapaxes(1, 2)
-    return [_best_nodes(parents, tokens, scores, limits.num_nodes, floor) for parents, tokens, scores in nodes]
+    nodes = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
+    return [_best_nodes(*columns, limits.num_nodes, floor) for columns in nodes.swapaxes(1, 2)]
 
 
 def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes: int, floor: float) -> DraftTree:
@@ -65,7 +64,7 @@ def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num
 
 def draw(
     logits: Tensor,
-    step: Step,
+    feed: FeedBeam,
     depth: int,
     num_draws: int,
     temperature: float,
@@ -87,9 +86,9 @@ def draw(
         distributions.append(distribution)
         if len(draws) == depth:
             break
-        logits = step(draws[-1][:, :1], first_slot)[:, 0]
-    host = torch.stack(draws, 1).tolist()
-    return [_chain(levels, [each[row] for each in distributions], eos) for row, levels in enumerate(host)]
+        logits = feed(draws[-1][:, :1], first_slot)[:, 0]
+    levels_of = torch.stack(draws, 1).tolist()  # of each root
+    return [_chain(levels, [probs[root] for probs in distributions], eos) for root, levels in enumerate(levels_of)]
 
 
 def _chain(levels: list[list[int]], probs: list[Tensor], eos: Collection[int]) -> DraftTree:

@@ -68,13 +68,12 @@ def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = T
         bias = Bias(
             np.ones((num_drafts, 1, num_candidates + 1), probs.dtype), np.ones((num_drafts, 1, num_frames), probs.dtype)
         )
-    numbers = [np.ascontiguousarray(each, dtype=probs.dtype) for each in (probs, blank, *bias)]
+    numbers = [np.ascontiguousarray(array, dtype=probs.dtype) for array in (probs, blank, *bias)]
     eos = np.fromiter(limits.eos, np.int64, len(limits.eos))
     sizes = max(limits.num_nodes, 0), int(limits.max_depth), float(limits.min_probability)
-    arguments = [*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats]
-    found = _search(*arguments)
-    lists = zip(*(each.tolist() for each in found), strict=True)
-    return [DraftTree(own[:size], parents[:size], probabilities=path[:size]) for own, parents, path, size in lists]
+    nodes = _search(*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats)
+    drafts = zip(*(array.tolist() for array in nodes), strict=True)
+    return [DraftTree(ids[:size], parents[:size], probabilities=path[:size]) for ids, parents, path, size in drafts]
 
 
 @njit(cache=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
-from drafters.trees.dynamic import Step
+from drafters.trees.dynamic import FeedBeam
 
 RankPath = tuple[int, ...]
 """The rank of each node's token among the most probable ones at its depth, from the root down."""
@@ -44,13 +44,13 @@ def checked(static: Sequence[Sequence[int]], max_depth: int, num_ranks: int) -> 
         paths = [tuple(int(rank) for rank in path) for path in static]
     except (TypeError, ValueError):
         raise ValueError("static must be a list of rank paths such as [[0], [0, 0], [1]]") from None
-    known: set[RankPath] = {()}
+    earlier: set[RankPath] = {()}
     for path in paths:
-        has_place = path not in known and path[:-1] in known and len(path) <= max_depth
+        has_place = path not in earlier and path[:-1] in earlier and len(path) <= max_depth
         if not has_place or not 0 <= path[-1] < num_ranks:
             reason = f"it repeats a path, comes before its parent, or leaves {max_depth} levels or {num_ranks} ranks"
             raise ValueError(f"rank path {path} does not fit: {reason}")
-        known.add(path)
+        earlier.add(path)
     return paths
 
 
@@ -60,20 +60,20 @@ def fill(paths: Sequence[RankPath], tokens: np.ndarray) -> DraftTree:
     return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])
 
 
-def grow(logits: Tensor, step: Step, paths: Sequence[RankPath]) -> list[DraftTree]:
+def grow(logits: Tensor, feed: FeedBeam, paths: Sequence[RankPath]) -> list[DraftTree]:
     """The static trees at A roots of a drafter that predicts the next token at every node (EAGLE, arXiv 2401.15077).
 
     A node has the token of its rank among the most probable ones after its own parent. The nodes with children are fed
     to the draft module, one level after another. Takes logits (A, V) at the roots, and what runs the module.
     """
     num_ranks, levels, order, parents = _layout(tuple(paths), logits.device)
-    found: list[Tensor] = []  # the tokens (A, n) of each level
+    tokens: list[Tensor] = []  # (A, n) of each level
     logits = logits[:, None]  # (A, W, V)
-    for shown, fed, slots in levels:
-        found.append(logits.topk(num_ranks).indices.flatten(1)[:, shown])
-        if len(fed):
-            logits = step(found[-1][:, fed], slots.expand(len(logits), -1))
-    return [DraftTree(row, parents) for row in torch.cat(found, dim=1)[:, order].tolist()]
+    for places, inner_nodes, slots in levels:
+        tokens.append(logits.topk(num_ranks).indices.flatten(1)[:, places])
+        if len(inner_nodes):
+            logits = feed(tokens[-1][:, inner_nodes], slots.expand(len(logits), -1))
+    return [DraftTree(row, parents) for row in torch.cat(tokens, dim=1)[:, order].tolist()]
 
 
 @lru_cache(maxsize=8)
@@ -83,7 +83,7 @@ def _layout(
     """What `grow` needs of a tree; it is copied to the device only once.
 
     Returns the number of ranks k, the levels, the place of each node among the nodes of all levels, and the parents. A
-    level says where its n tokens stand among the W * k of the beam, which of them are fed, and the slots of those.
+    level says where its n tokens stand among the W * k of the beam, which of them are inner nodes, and whose slots.
     """
     inner, num_ranks = {path[:-1] for path in paths}, 1 + max(path[-1] for path in paths)
     beam: list[RankPath] = [()]  # the nodes whose children make the level
@@ -91,11 +91,11 @@ def _layout(
     while beam:
         level = [path for path in paths if path[:-1] in beam]
         slots = [beam.index(path[:-1]) for path in level]
-        shown = [slot * num_ranks + path[-1] for slot, path in zip(slots, level, strict=True)]
-        fed = [place for place, path in enumerate(level) if path in inner]
-        numbers += [shown, fed, [slots[place] for place in fed]]
-        nodes, beam = nodes + level, [level[place] for place in fed]
+        places = [slot * num_ranks + path[-1] for slot, path in zip(slots, level, strict=True)]
+        inner_nodes = [node for node, path in enumerate(level) if path in inner]
+        numbers += [places, inner_nodes, [slots[node] for node in inner_nodes]]
+        nodes, beam = nodes + level, [level[node] for node in inner_nodes]
     numbers.append([nodes.index(path) for path in paths])
-    *parts, order = torch.tensor(list(chain(*numbers)), device=device).split([len(own) for own in numbers])
+    *parts, order = torch.tensor(list(chain(*numbers)), device=device).split([len(part) for part in numbers])
     levels = [tuple(parts[at : at + 3]) for at in range(0, len(parts), 3)]
     return num_ranks, levels, order, [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]

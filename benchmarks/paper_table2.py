@@ -133,12 +133,13 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
     config = replace(config, init_args=config.init_args | {"num_nodes": NUM_NODES})
     runner = Runner(base)
     sessions, clocks = {"none": Session(runner, NoDrafter())}, dict[str, dict[str, float]]()
-    for way, build in WAYS[config.class_path.rpartition(".")[2]].items():
+    kind = config.class_path.rpartition(".")[2]
+    for way, build in WAYS[kind].items():
         drafter: Any = checkpoint.load(folder, base.model.dtype, config)[0].to(base.model.device)
         drafter.attach_base_weights(base.base_weights)
         clock = clocks[way] = {"LM head": 0.0, "tree": 0.0}
         drafter.logits, build = timed(drafter.logits, clock, "LM head"), timed(build, clock, "tree")
-        if isinstance(drafter, Medusa):
+        if kind == "Medusa":
             drafter.trees = partial(trees_of_heads, drafter, build)
         else:
             drafter.search = build

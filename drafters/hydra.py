@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from drafters.checks import check_at_least
 from drafters.medusa import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
-from drafters.nn.draft_cache import DraftCache
-from drafters.nn.transformer import RotaryEmbedding, Rotation, TrunkLayer
+from drafters.nn.draft_cache import Context
+from drafters.nn.transformer import RotaryEmbedding, TrunkLayer
 from drafters.protocol import BaseShape, BaseWeights, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -73,25 +73,22 @@ class PrefixAttention(nn.Module):
         nn.init.zeros_(self.layer.self_attn.o_proj.weight)
         nn.init.zeros_(self.layer.mlp.down_proj.weight)
 
-    def _rotation(self, start: int, length: int, device: torch.device) -> Rotation:
-        return self.rotary(torch.arange(start, start + length, device=device)[None])
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Return output states (B, S, D) for states (B, S, D) of complete texts."""
         length, attention = hidden.shape[1], self.layer.self_attn
         nothing = hidden.new_empty(len(hidden), attention.num_heads, 0, attention.head_dim)
         causal = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
-        return self.layer(hidden, self._rotation(0, length, hidden.device), nothing, nothing, causal)
+        rotation = self.rotary(torch.arange(length, device=hidden.device)[None])
+        return self.layer(hidden, rotation, nothing, nothing, causal)
 
-    def keys_values(self, hidden: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of states (1, n, D) at the positions from ``start`` on, for a `DraftCache`."""
-        normed, rotation = self.layer.input_layernorm(hidden), self._rotation(start, hidden.shape[1], hidden.device)
-        return [self.layer.self_attn.keys_values(normed, rotation)]
+    def keys_values(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (1, h, n, d) of states (1, n, D) at positions (1, n), for a `DraftCache`."""
+        return self.layer.self_attn.keys_values(self.layer.input_layernorm(hidden), self.rotary(positions))
 
-    def last_output(self, hidden: Tensor, keys_values: tuple[Tensor, Tensor]) -> Tensor:
+    def last_output(self, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Output (1, 1, D) of the last state (1, 1, D), given keys and values (1, h, S, d) of all earlier positions."""
-        start = keys_values[0].shape[-2]
-        return self.layer(hidden, self._rotation(start, 1, hidden.device), *keys_values, None)
+        position = torch.full((1, 1), keys.shape[-2], device=hidden.device)
+        return self.layer(hidden, self.rotary(position), keys, values, None)
 
 
 @register("hydra")
@@ -115,7 +112,6 @@ class Hydra(HeadDrafter):
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.rows_per_anchor, self.noise = draft, draft.width, loss.noise
         self.prefix = PrefixAttention(base) if heads.prefix_attention else None
-        self._cache = DraftCache(1)
 
     def encode(self, hidden: Tensor) -> Tensor:
         hidden = super().encode(hidden)
@@ -147,22 +143,15 @@ class Hydra(HeadDrafter):
         within = SearchLimits(num_nodes, depth, limits.eos)
         return dynamic.grow(head_logits()[:, 0], step, options.width, options.top_k, within)
 
-    # ---- decoding with prefix attention, whose keys and values are cached
+    # ---- decoding with prefix attention, whose keys and values are cached too
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        super().begin(prompt)
-        self._cache = DraftCache(1)
+    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+        states = super().cached(hidden, positions, text, base_weights)
+        return states if self.prefix is None else [*states, self.prefix.keys_values(states[0][0][:, 0], positions)]
 
     def state(self) -> Tensor:
         last_hidden = super().state()
         if self.prefix is None:
             return last_hidden
-        start = self._cache.length
-        if start < len(self._states):
-            self._cache.append(self.prefix.keys_values(torch.stack(self._states[start:])[None], start))
-        keys, values = self._cache.read()[0]
-        return self.prefix.last_output(last_hidden[None], (keys[..., :-1, :], values[..., :-1, :]))[0]
-
-    def rewind(self, length: int) -> None:
-        super().rewind(length)
-        self._cache.truncate(len(self._states))
+        keys, values = self._cache.read()[1]
+        return self.prefix.last_output(last_hidden[None], keys[..., :-1, :], values[..., :-1, :])[0]

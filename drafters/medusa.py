@@ -16,16 +16,8 @@ from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.chunks import anchors_per_chunk, chunks
 from drafters.losses.divergences import DivergenceOptions, distilled
-from drafters.protocol import (
-    UNLIMITED,
-    BaseShape,
-    BaseWeights,
-    LearnedDrafter,
-    Limits,
-    RequiredOutputs,
-    StepResult,
-    TrainingBatch,
-)
+from drafters.nn.draft_cache import CachingDrafter, Context
+from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import static
@@ -98,7 +90,7 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class HeadDrafter(LearnedDrafter):
+class HeadDrafter(CachingDrafter):
     """K heads, each a `ResidualBlock` and an output layer; head k predicts the k-th token after the root.
 
     At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
@@ -122,7 +114,6 @@ class HeadDrafter(LearnedDrafter):
         )
         for weight in self.lm_heads.parameters():
             nn.init.normal_(weight, std=0.02)
-        self._states: list[Tensor] = []  # the base's last hidden state at every committed position
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,30 +195,18 @@ class HeadDrafter(LearnedDrafter):
 
     # ---- drafting
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._states = []
+    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+        return [(hidden[:, None].to(self.dtype),)]
 
     def state(self) -> Tensor:
         """The state (1, D) that the heads read below the root."""
-        return self._states[-1][None]
+        return self._cache.read()[0][0][:, 0, -1]
 
-    @torch.inference_mode()
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        if not self._states or min(limits.max_depth, limits.max_nodes) < 1:
-            return DraftTree()
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         self.draft_forwards += 1
         state = self.state()
         root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
-        return self.trees(state, root, self.base_weights, limits)[0]
-
-    @torch.inference_mode()
-    def observe(self, step: StepResult) -> None:
-        hidden = step.committed_hidden().to(self.dtype)
-        self._states.extend(hidden.clone())  # without the clone, rows of rejected nodes would stay in memory
-
-    def rewind(self, length: int) -> None:
-        del self._states[max(length - 1, 0) :]
+        return self.trees(state, root, base_weights, limits)[0]
 
     @torch.inference_mode()
     def draft_at(

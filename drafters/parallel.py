@@ -129,7 +129,6 @@ class ParallelDrafter(CachingDrafter):
 
     markov: Markov | BaseMarkov | None
     draft_tokens: Tensor | None
-    draft_options: ParallelDraftOptions
     first_frame = 0  # frames before this one predict nothing
     has_blank = False  # as the last column of its logits
     # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
@@ -144,7 +143,7 @@ class ParallelDrafter(CachingDrafter):
         draft: ParallelDraftOptions,
         frames_differ: bool,
     ) -> None:
-        super().__init__(trunk.num_layers, draft)
+        super().__init__(draft.window)
         check_at_least(1, num_labels=num_labels)
         layers = tuple(trunk.hidden_layers) or spread_layers(base.num_layers)
         check_hidden_layers(layers, base)
@@ -154,7 +153,7 @@ class ParallelDrafter(CachingDrafter):
         self.tokens_in_context = trunk.tokens_in_context
         self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
         self.vocab_size = base.vocab_size
-        self.num_candidates = draft.top_k * trunk.num_frames
+        self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
         self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
@@ -341,7 +340,8 @@ class ParallelDrafter(CachingDrafter):
         self.draft_forwards += 1
         ends = torch.tensor([[len(text) - 1, int(text[-1])] for text in texts])  # (B, 2): positions and tokens
         passages = self._passages(pad_sequence([*texts], batch_first=True), ends[:, :1]) if self.lookup else None
-        roots = Roots(*ends.to(self.frame_embedding.device).split(1, dim=1), passages)
+        anchors, tokens = ends.to(self.frame_embedding.device).split(1, dim=1)
+        roots = Roots(anchors, tokens, passages)
         mask = self._mask(roots.anchors, context)
         is_needed = self.causal or mask.window or len(texts) > 1  # a single text attends to all of its context
         frames = self._frames(context, roots, base_weights.embedding, mask.dense() if is_needed else None)[:, 0]

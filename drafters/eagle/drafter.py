@@ -109,14 +109,13 @@ class AutoregressiveDrafter(CachingDrafter):
     and `logits`; they are made of the base's ``hidden_layers``.
     """
 
-    draft_options: AutoregressiveDraftOptions
-
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
     ) -> None:
-        super().__init__(2, draft)  # keys and values, and inputs of the layer
+        super().__init__(draft.window)
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
+        self.draft_options = draft
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         halving = np.full((draft.depth, min(draft.top_k, base.vocab_size)), 0.5).cumprod(1)
@@ -178,6 +177,8 @@ class AutoregressiveDrafter(CachingDrafter):
         return [keys_values, (residual[:, None], x[:, None])]
 
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        if not self.draft_options.num_nodes:
+            return DraftTree()
         num_pairs = self._cache.length
         (keys, values), (residuals, inputs) = self._cache.read()
         anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
@@ -237,7 +238,7 @@ class Paths:
     base_weights: BaseWeights
     # Keys and values of the text's pairs, two of (1, h, S, d); those of the last pairs suffice if they fill the window
     # and there is a single root.
-    context: tuple[Tensor, Tensor]
+    context: tuple[Tensor, ...]
     anchors: Tensor  # (A,) positions of the roots
     visible: Tensor | None = None  # (A, S) bool, which pairs come before each root; all of them by default
     window: int = 0  # number of pairs that a node attends to, its own included; 0 for all

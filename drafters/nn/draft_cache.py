@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch import Tensor
 from drafters.protocol import BaseWeights, LearnedDrafter, Limits, StepResult
 from drafters.tree import DraftTree
 
-Context = list[tuple[Tensor, Tensor]]
-"""For each layer the keys and values (B, h, S, d) of S positions."""
+Context = list[tuple[Tensor, ...]]
+"""For each layer the keys and values (B, h, S, d) of S positions, or others of their states in such a shape."""
 SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
 
 
@@ -22,14 +21,14 @@ class DraftCache:
     ``window + SLACK`` positions. After a rewind behind the first position that is kept, the window fills up again.
     """
 
-    def __init__(self, num_layers: int, window: int = 0) -> None:
-        self.num_layers, self.window = num_layers, window  # a window of 0 reads all positions
+    def __init__(self, window: int = 0) -> None:
+        self.window = window  # 0 reads all positions
         self.clear()
 
     def clear(self) -> None:
         """Forget all positions, before a new text."""
         self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
-        self._buffers: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
+        self._buffers: list[list[Tensor]] = []
         self._observed: list[Tensor] = []
 
     def observe(self, hidden: Tensor) -> None:
@@ -52,16 +51,19 @@ class DraftCache:
 
     def rewind(self, length: int) -> None:
         """Forget what was observed from position ``length - 1`` on, where a root is again."""
-        self.truncate(length - 1)
+        num_dropped = max(0, self.length - (length - 1))
+        self.length -= num_dropped
+        self.num_held = max(0, self.num_held - num_dropped)
         if self._observed:
             self._observed = [torch.cat(self._observed)[: max(0, length - 1 - self.length)]]
 
     def append(self, context: Context) -> None:
-        """Add the keys and values of new positions: for each layer two tensors of (1, h, S, d)."""
+        """Add the keys and values (1, h, S, d) of new positions, for each layer."""
         num_new = context[0][0].shape[-2]
         if self.window and self.num_held + num_new > 2 * (self.window + SLACK):
             self._keep_last(max(0, self.window + SLACK - num_new))
         num_held = self.num_held + num_new
+        self._buffers = self._buffers or [[] for _ in context]
         for layer, new in enumerate(context):
             buffers = self._buffers[layer]
             if not buffers or buffers[0].shape[-2] < num_held:
@@ -78,7 +80,7 @@ class DraftCache:
                 buffer[..., :num_kept, :] = buffer[..., self.num_held - num_kept : self.num_held, :].clone()
         self.num_held = num_kept
 
-    def _enlarged(self, buffers: list[Tensor], new: tuple[Tensor, Tensor], num_held: int) -> list[Tensor]:
+    def _enlarged(self, buffers: list[Tensor], new: tuple[Tensor, ...], num_held: int) -> list[Tensor]:
         size = max(256, 2 * num_held)
         if self.window:
             size = max(num_held, min(size, 2 * (self.window + SLACK)))
@@ -87,16 +89,10 @@ class DraftCache:
             larger[..., : self.num_held, :] = buffer[..., : self.num_held, :]
         return enlarged
 
-    def truncate(self, length: int) -> None:
-        """Keep at most the first ``length`` positions of the text."""
-        num_dropped = max(0, self.length - length)
-        self.length -= num_dropped
-        self.num_held = max(0, self.num_held - num_dropped)
-
     def read(self) -> Context:
-        """Views of the keys and values in the window, for each layer two tensors of (1, h, n, d)."""
+        """Views of the keys and values (1, h, n, d) in the window, for each layer."""
         last = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
-        return [(keys[..., last, :], values[..., last, :]) for keys, values in self._buffers]
+        return [tuple(buffer[..., last, :] for buffer in buffers) for buffers in self._buffers]
 
 
 class CachingDrafter(LearnedDrafter):
@@ -105,12 +101,9 @@ class CachingDrafter(LearnedDrafter):
     A subclass defines what is kept of a position, `cached`, and how a draft is made of it, `draft`.
     """
 
-    draft_options: Any  # has num_nodes and window
-
-    def __init__(self, num_layers: int, draft: Any) -> None:
+    def __init__(self, window: int = 0) -> None:
         super().__init__()
-        self.draft_options = draft
-        self._cache = DraftCache(num_layers, draft.window)
+        self._cache = DraftCache(window)
 
     @abstractmethod
     def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
@@ -136,7 +129,7 @@ class CachingDrafter(LearnedDrafter):
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
-        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
+        if min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
         if (hidden := self._cache.take_observed()) is not None:
             start = self._cache.length

@@ -42,8 +42,8 @@ def grow(logits: Tensor, feed: FeedBeam, width: int, top_k: int, limits: SearchL
         num_found += tokens.shape[1]
         logits = feed(tokens.gather(1, index), index // best.indices.shape[-1])
     floor = log(limits.min_probability) if limits.min_probability > 0 else -inf
-    nodes = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
-    return [_best_nodes(*columns, limits.num_nodes, floor) for columns in nodes.swapaxes(1, 2)]
+    nodes = torch.cat(levels, 1).mT.double().cpu().numpy()  # (A, 3, N)
+    return [_best_nodes(parents, tokens, scores, limits.num_nodes, floor) for parents, tokens, scores in nodes]
 
 
 def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes: int, floor: float) -> DraftTree:

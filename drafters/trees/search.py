@@ -71,8 +71,8 @@ def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = T
     numbers = [np.ascontiguousarray(array, dtype=probs.dtype) for array in (probs, blank, *bias)]
     eos = np.fromiter(limits.eos, np.int64, len(limits.eos))
     sizes = max(limits.num_nodes, 0), int(limits.max_depth), float(limits.min_probability)
-    nodes = _search(*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats)
-    drafts = zip(*(array.tolist() for array in nodes), strict=True)
+    arguments = [*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats]
+    drafts = zip(*(array.tolist() for array in _search(*arguments)), strict=True)
     return [DraftTree(ids[:size], parents[:size], probabilities=path[:size]) for ids, parents, path, size in drafts]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters import checkpoint
+from drafters.nn.draft_cache import Context
 from drafters.parallel import ParallelDrafter
 from drafters.protocol import BaseWeights
 from inference.vllm.proposer import Proposer, logger
@@ -95,13 +96,13 @@ class SlotCache:
     def num_bytes(self) -> int:
         return self._rows.numel() * self._rows.element_size()
 
-    def write(self, slots: Tensor, context: list[tuple[Tensor, Tensor]]) -> None:
+    def write(self, slots: Tensor, context: Context) -> None:
         """Store the keys and values of N positions, as `Trunk.context` gives them: for each layer two (1, h, N, d)."""
         for layer, pair in enumerate(context):
             for part, states in enumerate(pair):
                 self._rows[layer, part, slots] = states[0].transpose(0, 1)
 
-    def read(self, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def read(self, slots: Tensor) -> Context:
         """The keys and values at slots (B, S): for each layer two tensors of (B, h, S, d)."""
         layers = self._rows[:, :, slots].transpose(-3, -2)
         return [(keys, values) for keys, values in layers]

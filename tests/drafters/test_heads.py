@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import Hydra, Medusa, TrainingBatch, recipe
+from drafters import Hydra, Limits, Medusa, TrainingBatch, recipe
 from tests.drafters.conftest import committed, in_float64, random_drafter
 
 S, V, K = 18, 23, 3
@@ -52,6 +52,7 @@ def live_states(drafter, hidden):
     states = {}
     for root in range(1, len(hidden)):
         drafter.observe(committed(hidden[root - 1 : root]))
+        drafter.propose([0] * (root + 1), Limits(1))
         states[root] = drafter.state()
     return states
 

@@ -82,10 +82,9 @@ def test_noise_is_added_to_the_hidden_states_in_training_only():
 def test_prefix_attention_gives_the_same_states_token_by_token_as_in_one_pass():
     prefix = randomised(PrefixAttention(SMALL))
     hidden = torch.randn(1, 11, 8, dtype=torch.float64)
-    whole, cache, start = prefix(hidden), DraftCache(1), 0
+    whole, cache, start = prefix(hidden), DraftCache(), 0
     for end in (1, 2, 6, 7, 11):
-        cache.append(prefix.keys_values(hidden[:, start:end], start))
+        cache.append([prefix.keys_values(hidden[:, start:end], torch.arange(start, end)[None])])
         start = end
-        keys, values = cache.read()[0]
-        before = keys[..., :-1, :], values[..., :-1, :]
-        torch.testing.assert_close(prefix.last_output(hidden[:, end - 1 : end], before)[0], whole[:, end - 1])
+        before = [states[..., :-1, :] for states in cache.read()[0]]
+        torch.testing.assert_close(prefix.last_output(hidden[:, end - 1 : end], *before)[0], whole[:, end - 1])

@@ -53,7 +53,7 @@ def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning
 
 
 def test_the_draft_cache_grows_beyond_its_first_capacity():
-    cache, held = DraftCache(2), [[], []]
+    cache, held = DraftCache(), [[], []]
     for length in (5, 1, 250, 1, 300, 3, 1500, 1):
         new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
         cache.append(new)

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from drafters.protocol import BaseWeights, LearnedDrafter, Limits, StepResult
 from drafters.tree import DraftTree
 
 Context = list[tuple[Tensor, ...]]
-"""For each layer the keys and values (B, h, S, d) of S positions, or others of their states in such a shape."""
+"""For each layer the keys and values (B, h, S, d) of S positions, or whatever else a drafter keeps of them."""
 SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
 
 
@@ -59,35 +60,27 @@ class DraftCache:
 
     def append(self, context: Context) -> None:
         """Add the keys and values (1, h, S, d) of new positions, for each layer."""
-        num_new = context[0][0].shape[-2]
-        if self.window and self.num_held + num_new > 2 * (self.window + SLACK):
-            self._keep_last(max(0, self.window + SLACK - num_new))
-        num_held = self.num_held + num_new
-        self._buffers = self._buffers or [[] for _ in context]
-        for layer, new in enumerate(context):
-            buffers = self._buffers[layer]
-            if not buffers or buffers[0].shape[-2] < num_held:
-                buffers = self._buffers[layer] = self._enlarged(buffers, new, num_held)
-            for buffer, states in zip(buffers, new, strict=True):
-                buffer[..., self.num_held : num_held, :] = states
+        num_new, num_kept = context[0][0].shape[-2], self.num_held
+        if self.window and num_kept + num_new > 2 * (self.window + SLACK):
+            num_kept = max(0, self.window + SLACK - num_new)
+        num_held = num_kept + num_new
+        if num_kept < self.num_held or not self._buffers or self._buffers[0][0].shape[-2] < num_held:
+            self._move(context, num_kept, num_held)
+        for buffers, states in zip(self._buffers, context, strict=True):
+            for buffer, new in zip(buffers, states, strict=True):
+                buffer[..., num_kept:num_held, :] = new
         self.num_held = num_held
         self.length += num_new
 
-    def _keep_last(self, num_kept: int) -> None:
-        """Move the last positions to the front of the buffers and drop the others."""
-        for buffers in self._buffers:
-            for buffer in buffers:
-                buffer[..., :num_kept, :] = buffer[..., self.num_held - num_kept : self.num_held, :].clone()
-        self.num_held = num_kept
-
-    def _enlarged(self, buffers: list[Tensor], new: tuple[Tensor, ...], num_held: int) -> list[Tensor]:
+    def _move(self, context: Context, num_kept: int, num_held: int) -> None:
+        """Move the last positions to the front of new buffers, with room for more of them."""
         size = max(256, 2 * num_held)
         if self.window:
             size = max(num_held, min(size, 2 * (self.window + SLACK)))
-        enlarged = [x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in new]
-        for buffer, larger in zip(buffers, enlarged, strict=False):
-            larger[..., : self.num_held, :] = buffer[..., : self.num_held, :]
-        return enlarged
+        full = self._buffers
+        self._buffers = [[x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in states] for states in context]
+        for old, new in zip(chain(*full), chain(*self._buffers), strict=False):
+            new[..., :num_kept, :] = old[..., self.num_held - num_kept : self.num_held, :]
 
     def read(self) -> Context:
         """Views of the keys and values (1, h, n, d) in the window, for each layer."""

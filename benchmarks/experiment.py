@@ -19,11 +19,13 @@ import yaml
 from torch import Tensor
 
 import drafters
+from benchmarks.recipes import grouped
 from data.benchmarks import load_questions
 from data.conversations import user_message
 from data.files import read_json, write_text
-from drafters import checkpoint, recipe
+from drafters import checkpoint
 from drafters.protocol import LearnedDrafter
+from drafters.registry import find_class
 from inference.prompts import encode_question
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, base_hash
@@ -72,7 +74,7 @@ class SharedSettings:
                 **arm.model,
                 "drafter": {
                     "class_path": f"drafters.{arm.drafter}",
-                    "init_args": recipe.nested(arm.arguments, recipe.groups(getattr(drafters, arm.drafter))),
+                    "init_args": grouped(getattr(drafters, arm.drafter), arm.arguments),
                 },
             },
             "data": data | {"seed": seed} | ({"features": self.features} if self.features else {}),
@@ -240,7 +242,7 @@ def simulate_exported(
 
     def measure() -> dict[str, Any]:
         config = checkpoint.read_config(folder)
-        changed = replace(config, init_args=config.init_args | overrides)
+        changed = replace(config, init_args=grouped(find_class(config.class_path), overrides, config.init_args))
         drafter, _ = checkpoint.load(folder, base.model.dtype, changed)
         result = simulate(drafter.to(base.model.device), base, answers, budgets)
         return {**result, "parameters": sum(weight.numel() for weight in drafter.parameters())}

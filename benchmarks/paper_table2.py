@@ -130,7 +130,8 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
         number of draft tokens per step; ``speedup``; and the share of the steps' time that each of `PARTS` took.
     """
     config = checkpoint.read_config(folder)
-    config = replace(config, init_args=config.init_args | {"num_nodes": NUM_NODES})
+    draft = config.init_args.get("draft", {}) | {"num_nodes": NUM_NODES}
+    config = replace(config, init_args=config.init_args | {"draft": draft})
     runner = Runner(base)
     sessions, clocks = {"none": Session(runner, NoDrafter())}, dict[str, dict[str, float]]()
     kind = config.class_path.rpartition(".")[2]

@@ -14,6 +14,7 @@ import yaml
 
 import drafters
 from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show
+from benchmarks.recipes import grouped
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
 from inference.verifier.base import Base, Dtype, resolve_device
@@ -159,20 +160,19 @@ def samples_anchors(config: str) -> bool:
 
 
 def drafter_recipe(config: str, num_layers: int, num_anchors: int = 0) -> tuple[type[LearnedDrafter], dict[str, Any]]:
-    """The drafter of a training configuration for a 7B base: its class and arguments, the latter in groups.
+    """The drafter of a training configuration for a 7B base: its class and arguments.
 
     The base layers that it reads are moved to the same relative depth of a base with another number of layers, and it
     gets another number of anchors, unless that is 0.
     """
     node = yaml.safe_load(Path(find_config(config)).read_text())["model"]["drafter"]
     kind = getattr(drafters, node["class_path"].rpartition(".")[2])
-    arguments = recipe.nested(node["init_args"], recipe.groups(kind))
+    arguments = node["init_args"]
     for options in (arguments, arguments.get("trunk", {})):
         if layers := options.get("hidden_layers"):
             moved = [layer if layer < 0 else round(layer * num_layers / SHAPES["7b"][2]) for layer in layers]
             options["hidden_layers"] = sorted(set(moved), key=moved.index)
-    given = {"num_anchors": num_anchors} if num_anchors else {}
-    return kind, recipe.nested(arguments | given, recipe.groups(kind))
+    return kind, grouped(kind, {"num_anchors": num_anchors} if num_anchors else {}, arguments)
 
 
 def cells(step: TrainingStep, repeats: int) -> list[str]:

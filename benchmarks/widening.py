@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.recipes import grouped
 from drafters import recipe
 from drafters.nn.markov import BaseMarkov
 from drafters.protocol import BaseShape, LearnedDrafter
@@ -75,7 +76,7 @@ def widen_drafter(
 
     Args:
         drafter: The drafter of the small base, best in float32.
-        init_args: Its constructor's arguments, nested or flat; its present draft options replace those in there.
+        init_args: Its constructor's arguments; its present draft options replace those in there.
         small_base: Dimensions of the small base.
         base: The base that `widen_base` returned.
 
@@ -83,11 +84,11 @@ def widen_drafter(
         ValueError: The drafter has weights for which there is no rule.
     """
     kind, shape = type(drafter), base.shape
-    arguments = recipe.nested(init_args, recipe.groups(kind)) | {recipe.DRAFT: drafter.draft_options}
+    arguments = {**init_args, recipe.DRAFT: drafter.draft_options}
     if "hidden_layers" in recipe.training_defaults(kind):  # the default may depend on the number of layers
         layers = drafter.required_outputs.hidden_layers
-        arguments["hidden_layers"] = [-1 if layer == small_base.num_layers else layer for layer in layers]
-        arguments = recipe.nested(arguments, recipe.groups(kind))
+        moved = [-1 if layer == small_base.num_layers else layer for layer in layers]
+        arguments = grouped(kind, {"hidden_layers": moved}, arguments)
     with torch.device("meta"):
         wide = recipe.build(kind, shape, arguments)
     wide = wide.to(base.model.dtype).to_empty(device=base.model.device)

@@ -110,7 +110,7 @@ def cross_entropy(
         weight = label_loss.by_depth(x.valid, options.decay, log_probs.dtype)
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
-            draft = exponentials * (largest - log_sum).exp()  # (A, U, V)
+            draft = lambda: exponentials * (largest - log_sum).exp()  # noqa: E731 - (A, U, V)
             loss = loss + label_loss.distillation(x, draft, weight, head, options)
         return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
 

@@ -248,14 +248,17 @@ class ParallelDrafter(CachingDrafter):
         window = self.draft_options.window if window is None else window
         return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
 
+    def _shifted(self, passages: Tensor) -> Tensor:
+        """Passages (B, A, T, D) moved to the frames that predict their tokens."""
+        first = self.first_frame
+        return nn.functional.pad(passages, (0, 0, first, -first)) if first else passages
+
     def _frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
         """States (B, A, T, D) of the predicting frames."""
         frames, positions = self._block(roots, embedding)
         if self.lookup is not None:
             assert roots.passages is not None, "the drafter reads passages, and the roots have none"
-            passage, first = self.lookup(roots.passages, embedding), self.first_frame
-            passage = nn.functional.pad(passage, (0, 0, first, -first))  # to the frames that predict its tokens
-            frames = frames + passage.flatten(1, 2).to(frames.dtype)
+            frames = frames + self._shifted(self.lookup(roots.passages, embedding)).flatten(1, 2).to(frames.dtype)
         states = self.trunk(frames, positions, context, mask).unflatten(1, (-1, self.num_frames))
         return states[:, :, self.first_frame :]
 

@@ -1,7 +1,7 @@
-"""Recipes of learned drafters: options grouped in frozen dataclasses, given nested or, in one line, flat."""
+"""Recipes of learned drafters: options grouped in frozen dataclasses."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import Parameter, signature
 from typing import Any, get_type_hints
 
@@ -19,20 +19,6 @@ def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
     }
 
 
-def nested(init_args: Mapping[str, Any], options: Mapping[str, type]) -> dict[str, Any]:
-    """Move flat keys into their groups, given by `groups`; a flat key overrides the same option of a group.
-
-    >>> nested({"num_nodes": 64, "draft": {"top_k": 4}}, groups(CTC))
-    {'draft': {'top_k': 4, 'num_nodes': 64}}
-    """
-    group_of = {field.name: name for name, group in options.items() for field in fields(group)}
-    result = {name: value for name, value in init_args.items() if name in options or name not in group_of}
-    for name, value in init_args.items():
-        if name not in result:
-            result[group_of[name]] = {**result.get(group_of[name], {}), name: value}
-    return result
-
-
 def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys instead of nested ones: ``{"draft": {"top_k": 4}}`` becomes ``{"draft.top_k": 4}``."""
     result: dict[str, Any] = {}
@@ -45,17 +31,16 @@ def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mapping[str, Any]) -> LearnedDrafter:
-    """Build a drafter with fresh weights from nested or flat arguments.
+    """Build a drafter with fresh weights.
 
     Options of decoding and of the loss that are no longer there are left out, as the weights are as good without them.
     Any other unknown argument is a TypeError, and a value out of range a ValueError.
     """
-    options = groups(drafter_class)
-    arguments = nested(init_args, options)
-    for name, group in options.items():
-        if isinstance(given := arguments.get(name), Mapping):
-            has_gone = (given.keys() - defaults(group)) if name in (DRAFT, "loss") else ()
-            arguments[name] = group(**{key: value for key, value in given.items() if key not in has_gone})
+    arguments = dict(init_args)
+    for name, group in groups(drafter_class).items():
+        if isinstance(options := arguments.get(name), Mapping):
+            has_gone = (options.keys() - defaults(group)) if name in (DRAFT, "loss") else ()
+            arguments[name] = group(**{key: value for key, value in options.items() if key not in has_gone})
     return drafter_class(base, **arguments)
 
 

@@ -231,7 +231,7 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     if find_class(config.class_path) is not drafter_class:
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
-    init_args = recipe.nested(config.init_args, recipe.groups(drafter_class))  # also of a recipe in one line
+    init_args = dict(config.init_args)
     defaults = recipe.draft_defaults(drafter_class)
     fixed = recipe.training_defaults(drafter_class)
     fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}

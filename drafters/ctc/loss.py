@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def ctc_loss(
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         loss = options.label_weight * objective
         if options.distillation:
-            draft = next_token_probs(emissions, states, x.labels, merge_repeats)  # (A, U, V)
+            draft = partial(next_token_probs, emissions, states, x.labels, merge_repeats)  # (A, U, V)
             loss = loss + label_loss.distillation(x, draft, weight, head, options)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])

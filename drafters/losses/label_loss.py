@@ -71,17 +71,19 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def distillation(x: AnchoredFrames, draft: Tensor, weight: Tensor, head: Tensor, options: LabelLossOptions) -> Tensor:
+def distillation(
+    x: AnchoredFrames, draft: Callable[[], Tensor], weight: Tensor, head: Tensor, options: LabelLossOptions
+) -> Tensor:
     """sum_u w_u d(p, q_u) over the anchors, times its weight in the loss; labels without a teacher are left out.
 
     d is the chosen `divergence` of the draft's next-token distributions q_u (A, U, V) from the base's distribution p.
-    The weights are (A, U), the base's LM head (V, D).
+    ``draft`` computes them after the base's, to save memory. The weights are (A, U), the base's LM head (V, D).
     """
     assert x.teacher is not None, "distillation needs the base's last hidden states"
     base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
     if x.teacher_valid is not None:
         weight = weight * x.teacher_valid
-    return options.distillation * (weight * divergence(options.divergence, base, draft)).sum()
+    return options.distillation * (weight * divergence(options.divergence, base, draft())).sum()
 
 
 def mean_over_anchors(

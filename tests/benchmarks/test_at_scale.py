@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import drafters
-from benchmarks import at_scale, harness, widening
+from benchmarks import at_scale, harness, recipes, widening
 from benchmarks.widening import widen_base, widen_drafter
-from drafters import checkpoint, recipe, registry
+from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier import packed
 from inference.verifier.base import tokenizer_hash
@@ -96,8 +96,8 @@ def test_a_wider_base_has_the_logits_and_the_greedy_text_of_the_small_one(make_b
 def test_a_wider_drafter_drafts_the_same_trees_and_has_the_same_acceptance(small, wide, name):
     kind, options = DRAFTERS[name]
     drafter = trained_at_random(kind, options, small)
-    wider = widen_drafter(drafter, options, small.shape, wide)
-    expected = recipe.build(kind, wide.shape, options)
+    wider = widen_drafter(drafter, recipes.grouped(kind, options), small.shape, wide)
+    expected = recipes.build(kind, wide.shape, options)
     sizes = {key: weight.shape for key, weight in expected.state_dict().items()}
     assert {key: weight.shape for key, weight in wider.state_dict().items()} == sizes
     (answer, trees), (wide_answer, wide_trees) = (decoded(*each) for each in ((small, drafter), (wide, wider)))
@@ -115,7 +115,7 @@ def trained_at_random(kind, options, base):
     """A drafter none of whose weights is as it was initialised."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = recipe.build(kind, base.shape, options).to(base.model.dtype)
+        drafter = recipes.build(kind, base.shape, options).to(base.model.dtype)
         with torch.no_grad():
             drafter.initialise(base.base_weights)
             for weight in drafter.parameters():
@@ -185,7 +185,7 @@ def results(make_base, tmp_path_factory):
     base.tokenizer.save_pretrained(folder / "toy")
     kind, options = DRAFTERS["ctc, bias"]
     class_path, tokenizer = registry.class_path(kind), tokenizer_hash(base.tokenizer)
-    config = DrafterConfig(class_path, options, base.shape, "toy", tokenizer)
+    config = DrafterConfig(class_path, recipes.grouped(kind, options), base.shape, "toy", tokenizer)
     checkpoint.save(folder / "ctc", trained_at_random(kind, options, base), config)
     arguments = ["--base", f"{folder}/toy", "--limit", "2", "--vocab-size", "64", "--out", f"{folder}/out"]
     specs = ["--drafter", f"ctc={folder}/ctc", f"--drafter=ctc={folder}/ctc:num_nodes=3", "--drafter", "joint"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import drafters
-from benchmarks import experiment, learned_drafters
-from drafters import checkpoint, recipe
+from benchmarks import experiment, learned_drafters, recipes
+from drafters import checkpoint
 from drafters.protocol import BaseShape
 from inference.verifier.base import load_base
 
@@ -24,7 +24,7 @@ def tables(markdown):
 def test_the_options_of_an_arm_fit_together(arm):
     smollm2 = BaseShape(576, 49_152, 30, 9, 64, 1536)
     with torch.device("meta"):
-        recipe.build(getattr(drafters, arm.drafter), smollm2, arm.arguments)
+        recipes.build(getattr(drafters, arm.drafter), smollm2, arm.arguments)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learn
     together = experiment.simulate_exported(exported, {"num_nodes": 64}, base, answers, (2, 8, 64))
     config = checkpoint.read_config(exported)
     for budget in (2, 8, 64):
-        smaller = replace(config, init_args=config.init_args | {"num_nodes": budget})
+        smaller = replace(config, init_args=config.init_args | {"draft": {"num_nodes": budget}})
         separate = experiment.simulate(checkpoint.load(exported, config=smaller)[0], base, answers, (budget,))
         for name in ("length", "fed"):
             assert separate[name][str(budget)] == together[name][str(budget)]

@@ -5,7 +5,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import drafters
-from drafters import recipe
+from benchmarks import recipes
 from inference.verifier import attention
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
@@ -96,7 +96,7 @@ def make_drafter(base, drafter_class, arguments, draft):
     """An untrained drafter of the same weights for every device."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = recipe.build(drafter_class, base.shape, arguments | draft).to(base.model.dtype)
+        drafter = recipes.build(drafter_class, base.shape, arguments | draft).to(base.model.dtype)
     drafter.eval().requires_grad_(False).to(base.model.device)
     drafter.initialise(base.base_weights)
     drafter.attach_base_weights(base.base_weights)

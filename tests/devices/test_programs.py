@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import drafters
+from benchmarks import recipes
 from data.tokenizer import tokenizer_hash
-from drafters import checkpoint, recipe
+from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation
 from inference.drafter_specs import make
@@ -21,10 +22,17 @@ PROMPTS = [list(lossless.prompt_of(length)) for length in (5, 9)]
 def folder(make_base, tmp_path_factory):
     """An exported CTC drafter."""
     base, folder = make_base(), tmp_path_factory.mktemp("ctc")
-    config = DrafterConfig("drafters.CTC", lossless.CTC, base.shape, base.name, tokenizer_hash(base.tokenizer), {})
+    config = DrafterConfig(
+        "drafters.CTC",
+        recipes.grouped(drafters.CTC, lossless.CTC),
+        base.shape,
+        base.name,
+        tokenizer_hash(base.tokenizer),
+        {},
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        checkpoint.save(folder, recipe.build(drafters.CTC, base.shape, lossless.CTC), config)
+        checkpoint.save(folder, recipes.build(drafters.CTC, base.shape, lossless.CTC), config)
     return folder
 
 

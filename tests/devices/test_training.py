@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import drafters
-from drafters import recipe
+from benchmarks import recipes
 from drafters.protocol import TrainingBatch
 from tests.inference.verifier import test_lossless as lossless
 from train.divisor import SharedDivisor
@@ -43,7 +43,7 @@ def train(base, drafter_class, arguments, accelerator=None):
     device = base.model.device
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = recipe.build(drafter_class, base.shape, arguments).to(base.model.dtype).to(device)
+        drafter = recipes.build(drafter_class, base.shape, arguments).to(base.model.dtype).to(device)
         drafter.initialise(base.base_weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.03)
         texts, mask = TEXTS.to(device), MASK.to(device)

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import CTC, BaseShape, BaseWeights, DraftTree, StepResult, TrainingBatch, recipe
+from benchmarks import recipes
+from drafters import CTC, BaseShape, BaseWeights, DraftTree, StepResult, TrainingBatch
 from drafters.losses import chunks
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
@@ -32,7 +33,7 @@ def random_drafter(kind, shape, options, std=0.3, dtype=torch.float64, is_random
     """Build a drafter with weights large enough that context matters; equal options give equal weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        drafter = recipe.build(kind, shape, options).to(dtype)
+        drafter = recipes.build(kind, shape, options).to(dtype)
         for weight in filter(is_random, drafter.parameters()):
             torch.nn.init.normal_(weight, std=std)
         if kind is CTC:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import Hydra, Limits, Medusa, TrainingBatch, recipe
+from benchmarks import recipes
+from drafters import Hydra, Limits, Medusa, TrainingBatch
 from tests.drafters.conftest import committed, in_float64, random_drafter
 
 S, V, K = 18, 23, 3
@@ -96,7 +97,7 @@ def test_the_loss_equals_that_of_decoding_every_root_one_by_one(make, batch, kin
 @each_kind
 def test_before_training_every_head_predicts_what_the_base_predicted_for_the_root(shape, base_weights, kind):
     build, arguments = KINDS[kind]
-    drafter = recipe.build(build, shape, arguments)
+    drafter = recipes.build(build, shape, arguments)
     drafter.initialise(base_weights)
     hidden = torch.randn(1, S, 16)
     states, path = drafter.encode(hidden)[0], torch.randint(0, V, (S, drafter.num_heads))

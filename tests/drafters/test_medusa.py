@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
+from benchmarks import recipes
+from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa
 from drafters.trees.static import static_tree
 from tests.conftest import refusal
 from tests.drafters.conftest import paths
@@ -21,7 +22,7 @@ def small():
     generator = torch.Generator().manual_seed(0)
 
     def make(**arguments):
-        drafter = recipe.build(Medusa, SMALL, {"num_heads": 3, "top_k": 6} | arguments).double()
+        drafter = recipes.build(Medusa, SMALL, {"num_heads": 3, "top_k": 6} | arguments).double()
         torch.manual_seed(0)
         for weight in drafter.parameters():
             torch.nn.init.normal_(weight, std=0.5)
@@ -93,7 +94,7 @@ def test_a_static_tree_has_the_same_ranks_at_every_root(small):
     ],
 )
 def test_an_invalid_tree_of_ranks_is_refused(static, said):
-    assert said in refusal(recipe.build, Medusa, SMALL, {"num_heads": 3, "static": static})
+    assert said in refusal(recipes.build, Medusa, SMALL, {"num_heads": 3, "static": static})
 
 
 # ---- the best static tree

@@ -3,55 +3,25 @@
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
-import torch
 
+from benchmarks.recipes import grouped
 from drafters import CTC, LearnedDrafter, checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 
-FLAT = {
-    "ctc": {"num_frames": 6, "num_labels": 4, "markov_rank": 2, "objective": "ctc", "num_nodes": 9, "tree": "chain"},
-    "block": {"num_frames": 5, "frames_differ": True, "decay": 0.7, "num_nodes": 9, "tree": "chain"},
-    "medusa": {"num_heads": 3, "decay": 0.7, "num_nodes": 9, "tree": "chain", "static": [[0], [1]]},
-    "hydra": {"num_heads": 3, "prefix_attention": True, "distillation": True, "num_nodes": 9, "width": 4},
-    "eagle": {"noise": 0.1, "depth": 3, "num_nodes": 9, "tree": "chain", "draws": 2},
-    "eagle3": {"hidden_layers": [0, 1, -1], "num_unroll": 2, "decay": 0.5, "depth": 3, "num_nodes": 9},
-}
-each_kind = pytest.mark.parametrize("name", FLAT)
+each_kind = pytest.mark.parametrize("name", registry.learned())
 
 
-def options_of(init_args):
-    """Return the options of a recipe by name, from every group."""
-    return {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
-
-
-@each_kind
-def test_a_flat_recipe_is_sorted_into_groups_without_losing_an_option(name):
-    drafter_class = registry.learned()[name]
-    groups = recipe.groups(drafter_class)
-    nested = recipe.nested(FLAT[name], groups)
-    assert options_of(nested) == FLAT[name]
-    assert nested["draft"]["num_nodes"] == 9
-    assert recipe.nested(nested, groups) == nested
-
-
-@each_kind
-def test_a_flat_recipe_builds_the_drafter_of_the_nested_one(shape, name):
-    drafter_class = registry.learned()[name]
-    built = []
-    for init_args in (FLAT[name], recipe.nested(FLAT[name], recipe.groups(drafter_class))):
-        torch.manual_seed(0)
-        built.append(recipe.build(drafter_class, shape, init_args))
-    flat, nested = built
-    assert flat.draft_options == nested.draft_options and flat.draft_options.num_nodes == 9
-    assert flat.state_dict().keys() == nested.state_dict().keys()
-    assert all(torch.equal(weight, nested.state_dict()[key]) for key, weight in flat.state_dict().items())
-
-
-def test_a_flat_key_overrides_the_option_of_its_group():
-    groups = recipe.groups(CTC)
-    assert recipe.nested({"num_nodes": 64, "draft": {"num_nodes": 8, "top_k": 4}}, groups) == {
-        "draft": {"num_nodes": 64, "top_k": 4}
+def test_options_by_name_are_sorted_into_groups_over_those_of_a_recipe():
+    assert grouped(CTC, {"num_nodes": 64, "markov_rank": 2}, {"draft": {"num_nodes": 8, "top_k": 4}}) == {
+        "draft": {"num_nodes": 64, "top_k": 4},
+        "trunk": {"markov_rank": 2},
     }
+
+
+def test_a_recipe_without_groups_is_refused(shape):
+    config = DrafterConfig("drafters.CTC", {"num_nodes": 64}, shape, "toy", "0123456789abcdef")
+    with pytest.raises(ValueError, match=r"arguments of drafters.CTC do not fit: .*'num_nodes'"):
+        config.build()
 
 
 @each_kind
@@ -71,7 +41,7 @@ def test_a_third_party_drafter_loads_from_its_folder_by_its_full_path(shape, tmp
     class Mine(CTC):
         pass
 
-    config = DrafterConfig(registry.full_path(Mine), {"num_nodes": 3}, shape, "toy", "0123456789abcdef")
+    config = DrafterConfig(registry.full_path(Mine), {"draft": {"num_nodes": 3}}, shape, "toy", "0123456789abcdef")
     with pytest.raises(ValueError, match="is not a registered learned drafter: import the module that registers it"):
         config.build()
     registry.register("mine")(Mine)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import drafters
-from drafters import DraftTree, RequiredOutputs, recipe
+from benchmarks import recipes
+from drafters import DraftTree, RequiredOutputs
 from drafters.protocol import TrainingBatch
 from inference.verifier.base import load_base
 
@@ -128,7 +129,7 @@ def make_random_ctc():
     def make(base, kind=drafters.CTC, **arguments):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            drafter = recipe.build(kind, base.shape, usual[kind] | arguments)
+            drafter = recipes.build(kind, base.shape, usual[kind] | arguments)
             for name, weight in drafter.named_parameters():
                 if name == "markov.right":  # it starts as no bias
                     torch.nn.init.normal_(weight)

@@ -21,7 +21,7 @@ from tests.conftest import recorded_trees
 
 @pytest.fixture
 def config(base):
-    arguments = {"num_frames": 5, "num_labels": 3, "num_nodes": 9}
+    arguments = {"trunk": {"num_frames": 5}, "loss": {"num_labels": 3}, "draft": {"num_nodes": 9}}
     return DrafterConfig("drafters.CTC", arguments, base.shape, "toy-llama", tokenizer_hash(base.tokenizer))
 
 
@@ -99,7 +99,7 @@ def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
     result = Session(runner, merged).run([5, 6, 7], 8)
     assert result.tokens == Session(runner, drafter_specs.make("none", runner)).run([5, 6, 7], 8).tokens
     assert "num_nodes must be at least 1" in refusal(f"merged={folder}:num_nodes=0", base)
-    drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
+    drawing = save(replace(config, init_args=config.init_args | {"draft": {"draws": 2}}), "drawing")
     assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)
     other = save(replace(config, base=replace(base.shape, num_layers=3)), "other")
     assert "trained for toy-llama with num_layers 3" in refusal(f"merged={other}", base)
@@ -183,7 +183,7 @@ def save_any(base, tmp_path, monkeypatch):
     def save(name):
         kind = registry.learned()[name]
         fits = base.shape, base.name, tokenizer_hash(base.tokenizer)
-        config = DrafterConfig(f"drafters.{kind.__name__}", {"num_nodes": 16}, *fits)
+        config = DrafterConfig(f"drafters.{kind.__name__}", {"draft": {"num_nodes": 16}}, *fits)
         drafter = config.build()
         for weight in drafter.parameters():
             torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(weight.numel()))

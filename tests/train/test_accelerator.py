@@ -11,9 +11,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from benchmarks import recipes
 from data.benchmarks import load_questions
 from data.conversations import user_message
-from drafters import CTC, recipe
+from drafters import CTC
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from tests.devices import pretend
@@ -38,7 +39,7 @@ def fit(tiny, rows, folder, around, **place):
     """The metrics of a short training with validation, and the trained weights; the base is loaded on the host."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = DrafterTraining(str(tiny), partial(recipe.build, CTC, init_args=SMALL), max_val_tokens=8)
+        module = DrafterTraining(str(tiny), partial(recipes.build, CTC, init_args=SMALL), max_val_tokens=8)
         mask = torch.arange(rows.shape[1]).expand(len(rows), -1) >= 12
         batch = {"input_ids": rows, "loss_mask": mask, "lengths": torch.full((len(rows),), rows.shape[1])}
         quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import drafters
-from drafters import recipe
+from benchmarks import recipes
 from tests.train.conftest import QUIET
 from train.divisor import SharedDivisor
 from train.module import DrafterTraining
@@ -51,7 +51,7 @@ def make(tiny, kind, **arguments):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return DrafterTraining(
-            str(tiny), partial(recipe.build, getattr(drafters, kind), init_args=KINDS[kind]), **arguments
+            str(tiny), partial(recipes.build, getattr(drafters, kind), init_args=KINDS[kind]), **arguments
         )
 
 

@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 
+from benchmarks import recipes
 from data import features
 from data.features import (
     BYTES_PER_ROW,
@@ -26,7 +27,7 @@ from data.features import (
 from data.module import ShareGPTData
 from data.templates import TEMPLATES
 from data.tokenizer import load_tokenizer
-from drafters import CTC, EAGLE, EAGLE3, recipe
+from drafters import CTC, EAGLE, EAGLE3
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
@@ -36,13 +37,13 @@ from train.module import DrafterTraining
 DATA = {"files": ["embedded:24"], "max_length": 400}
 LAYERS = (0, 1, -1)
 SMALL = {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4}
-SMALL_CTC = partial(recipe.build, CTC, init_args=SMALL)
+SMALL_CTC = partial(recipes.build, CTC, init_args=SMALL)
 SMALL_EAGLE = {"depth": 2, "width": 2, "top_k": 2, "num_nodes": 4}
 RECIPES = {
     "ctc": SMALL_CTC,
-    "ctc over fused layers": partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (1, 0)}),
-    "eagle": partial(recipe.build, EAGLE, init_args=SMALL_EAGLE),
-    "eagle3": partial(recipe.build, EAGLE3, init_args=SMALL_EAGLE | {"hidden_layers": (0, 1), "num_unroll": 2}),
+    "ctc over fused layers": partial(recipes.build, CTC, init_args=SMALL | {"hidden_layers": (1, 0)}),
+    "eagle": partial(recipes.build, EAGLE, init_args=SMALL_EAGLE),
+    "eagle3": partial(recipes.build, EAGLE3, init_args=SMALL_EAGLE | {"hidden_layers": (0, 1), "num_unroll": 2}),
 }
 
 
@@ -318,7 +319,7 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
         L.Trainer(**QUIET, max_steps=1, enable_checkpointing=False).fit(module, data)
 
     assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
-        train, drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
+        train, drafter=partial(recipes.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
     )
     assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(train, dtype="bfloat16")
     assert "whose weights are not those of" in refusal(train, base=make_tiny("stranger", seed=9))

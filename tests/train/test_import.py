@@ -248,9 +248,9 @@ def test_an_imported_eagle3_computes_what_its_format_says(make, base, ids, impor
         return public_formats.eagle3(LAYER, weights, base.model, layers, ids, 5, normed)
 
     hidden, (logits, _) = check_chains(drafter, base, ids, literal), literal(ids)
-    states = drafter(drafter.enter(hidden[None, :-1]), ids[None, 1:], base.base_weights)
+    states = drafter(drafter.project_hidden(hidden[None, :-1]), ids[None, 1:], base.base_weights)
     torch.testing.assert_close(drafter.draft_logits(states, base.base_weights)[0], logits, rtol=1e-5, atol=1e-5)
-    whole, drafted = drafter.read(states, base.base_weights)[0], weights.get("t2d", torch.ones(V, dtype=torch.bool))
+    whole, drafted = drafter.logits(states, base.base_weights)[0], weights.get("t2d", torch.ones(V, dtype=torch.bool))
     torch.testing.assert_close(whole[:, drafted], logits, rtol=1e-5, atol=1e-5)
     assert torch.isneginf(whole[:, ~drafted]).all()
 
@@ -273,7 +273,9 @@ def test_llama_3_s_rotary_scaling_is_that_of_transformers_and_is_exported_again(
         return public_formats.eagle3(settings, weights, base.model, layers, ids, 5)
 
     check_chains(drafter, base, ids, literal)
-    states = drafter(drafter.enter(base.hidden_states(ids[None, :-1], layers)[0]), ids[None, 1:], base.base_weights)
+    states = drafter(
+        drafter.project_hidden(base.hidden_states(ids[None, :-1], layers)[0]), ids[None, 1:], base.base_weights
+    )
     logits = drafter.draft_logits(states, base.base_weights)[0]
     torch.testing.assert_close(logits, literal(ids)[0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(logits, literal(ids, LAYER)[0], atol=0.1)
@@ -297,7 +299,7 @@ def test_an_imported_eagle_computes_what_its_format_says(bias, base, ids, import
         return public_formats.eagle(LAYER, weights, base.model, ids, 5)
 
     hidden, (features, _) = check_chains(drafter, base, ids, literal), literal(ids)
-    states = drafter(drafter.enter(hidden[None, :-1]), ids[None, 1:], base.base_weights)[0]
+    states = drafter(drafter.project_hidden(hidden[None, :-1]), ids[None, 1:], base.base_weights)[0]
     torch.testing.assert_close(states, features, rtol=1e-5, atol=1e-5)
 
 
@@ -315,7 +317,8 @@ def test_an_imported_block_drafter_computes_what_its_format_says(make, base, ids
         return public_formats.dflash(settings, weights, base.model, layers, ids, FRAMES, MASK, is_dspark, causal)
 
     hidden, (logits, draft) = check_chains(drafter, base, ids, literal), literal(ids)
-    frames = drafter(hidden[None], torch.tensor([[len(ids) - 1]]), ids[None, -1:], base.base_weights.embedding)[0, 0]
+    roots = drafter.roots(ids[None], torch.tensor([[len(ids) - 1]]))
+    frames = drafter(hidden[None], roots, base.base_weights.embedding)[0, 0]
     torch.testing.assert_close(frames @ base.base_weights.head.T, logits, rtol=1e-5, atol=1e-5)
     assert len(draft) == (FRAMES if is_dspark else FRAMES - 1)
     assert ("left out: the confidence head" in said) == is_dspark

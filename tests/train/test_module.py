@@ -8,10 +8,10 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
+from benchmarks.recipes import build
 from data.benchmarks import load_questions
 from data.conversations import user_message
 from drafters import CTC, Block, Hydra, Medusa
-from drafters.recipe import build
 from inference.prompts import encode_messages
 from tests.train.conftest import QUIET
 from train.module import DrafterTraining

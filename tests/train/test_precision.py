@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from drafters import CTC, Medusa, recipe
+from benchmarks import recipes
+from drafters import CTC, Medusa
 from inference.verifier import base as base_module
 from inference.verifier.base import load_base
 from train.cli import run_lightning
@@ -66,7 +67,7 @@ def kept_for_backward(module, batch):
 @pytest.mark.slow
 def test_activation_checkpointing_gives_the_same_gradients_with_less_memory(tiny):
     drafter = partial(
-        recipe.build, CTC, init_args={"num_frames": 6, "num_labels": 4, "num_layers": 3, "num_anchors": 64}
+        recipes.build, CTC, init_args={"num_frames": 6, "num_labels": 4, "num_layers": 3, "num_anchors": 64}
     )
     ids = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(0))
     found = []

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import recipes
 from data.benchmarks import load_questions
 from data.conversations import user_message
-from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, recipe
+from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
@@ -76,7 +77,7 @@ def trained(base, prompts):
         drafter_class, init_args = KINDS[kind]
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            drafter = recipe.build(drafter_class, base.shape, init_args)
+            drafter = recipes.build(drafter_class, base.shape, init_args)
             losses = train_briefly(drafter, base, texts, steps, lr=1e-2, mask=answers)
         return drafter, losses
 

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint, recipe
+from benchmarks import recipes
+from benchmarks.recipes import grouped
+from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import load_base, tokenizer_hash
 from tests.train import public_formats
@@ -26,7 +28,10 @@ KINDS = {
     "medusa": (Medusa, MEDUSA),
     "eagle": (EAGLE, {"fc_bias": False, "draft": {"depth": 4, "tree": "chain"}}),
     "eagle3": (EAGLE3, HEAD),
-    "eagle3, qk norms": (EAGLE3, HEAD | {"has_qk_norm": True, "norm_before_residual": True, "draft_vocab_size": None}),
+    "eagle3, qk norms": (
+        EAGLE3,
+        HEAD | {"layer": {"has_qk_norm": True, "norm_before_residual": True}, "draft_vocab_size": None},
+    ),
     "block": (Block, {"trunk": TRUNK, "draft": CHAIN}),
     "block, markov": (Block, {"trunk": TRUNK | {"markov_rank": 4}, "draft": CHAIN}),
     "dflash": (Block, {"trunk": TRUNK | {"sample_from_anchor": False}, "draft": CHAIN}),
@@ -45,13 +50,15 @@ def build(kind, init_args, base):
     """A drafter whose drafts depend on every weight, and its configuration."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        drafter = recipe.build(kind, base.shape, init_args).eval().requires_grad_(False)
+        drafter = recipes.build(kind, base.shape, init_args).eval().requires_grad_(False)
         for name, weight in drafter.named_parameters():
             weight += torch.randn(weight.shape) * (3.0 if "markov" in name else 0.2)
         if getattr(drafter, "draft_tokens", None) is not None:
             drafter.draft_tokens.copy_(torch.randperm(V)[: len(drafter.draft_tokens)].sort().values)
     vocabulary = tokenizer_hash(base.tokenizer)
-    return drafter, DrafterConfig(f"drafters.{kind.__name__}", init_args, base.shape, base.name, vocabulary)
+    return drafter, DrafterConfig(
+        f"drafters.{kind.__name__}", grouped(kind, init_args), base.shape, base.name, vocabulary
+    )
 
 
 def written(folder, drafter, config):
@@ -142,7 +149,7 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_impo
 def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, tmp_path):
     """vLLM reads no map of ids where the draft vocabulary is as large as the base's."""
     drafter, config = build(*KINDS["eagle3, qk norms"], base)
-    permuted = recipe.build(EAGLE3, base.shape, config.init_args | {"draft_vocab_size": V})
+    permuted = recipes.build(EAGLE3, base.shape, config.init_args | {"draft_vocab_size": V})
     tokens = torch.randperm(V)
     head = drafter.lm_head.weight[tokens]
     permuted.load_state_dict(drafter.state_dict() | {"draft_tokens": tokens, "lm_head.weight": head})

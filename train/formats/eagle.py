@@ -132,8 +132,10 @@ def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: Bas
     weights |= {f"layer.{name}": weight for name, weight in layer.items()}
     init_args: dict[str, Any] = {
         "hidden_layers": checkpoint.check_hidden_layers(_fused_layers(settings, base), base),
-        "norm_before_residual": bool(settings.norm_before_residual),
-        "has_qk_norm": "self_attn.q_norm.weight" in layer,
+        "layer": {
+            "norm_before_residual": bool(settings.norm_before_residual),
+            "has_qk_norm": "self_attn.q_norm.weight" in layer,
+        },
     }
     if "lm_head.weight" in checkpoint.weights:
         weights["lm_head.weight"] = checkpoint.take("lm_head.weight")

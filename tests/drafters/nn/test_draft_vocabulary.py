@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, TrainingBatch, recipe
+from benchmarks import recipes
+from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, TrainingBatch
 from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.parallel import Roots
@@ -214,7 +215,7 @@ def test_where_all_tokens_can_be_drafted_the_loss_is_that_of_a_base_of_these_tok
 @pytest.mark.parametrize("kind", [CTC, Block, EAGLE3])
 def test_a_label_that_cannot_be_drafted_ends_the_labels_as_the_end_of_the_turn_does(weights, kind):
     arguments = {"num_unroll": 3, "own_head": True, "draft_vocab_size": 5, "hidden_layers": [-1]}
-    drafter = make(kind, distillation=0.5) if kind is not EAGLE3 else recipe.build(EAGLE3, SHAPE, arguments).double()
+    drafter = make(kind, distillation=0.5) if kind is not EAGLE3 else recipes.build(EAGLE3, SHAPE, arguments).double()
     drafter.draft_tokens.copy_(DRAFTED)
     batch = texts(DRAFTED)
     cut, ended = replace(batch, labels=batch.labels.clone()), replace(batch, loss_mask=batch.loss_mask.clone())

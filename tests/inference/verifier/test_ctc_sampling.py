@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import CTC, recipe
+from benchmarks import recipes
+from drafters import CTC
 from drafters.ctc.reference import collapse
 from drafters.ctc.trees import draw
 from drafters.tree import ROOT
@@ -279,7 +280,7 @@ def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distr
     options["merge_repeats"] = merge_repeats
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = recipe.build(CTC, base.shape, options | {"draw_temperature": 1.5})
+        drafter = recipes.build(CTC, base.shape, options | {"draw_temperature": 1.5})
         torch.nn.init.normal_(drafter.markov.right)
     drafter.draft_tokens.copy_(torch.tensor([0, 2, 3, 4]))
     drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import drafters
-from drafters import recipe
+from benchmarks import recipes
 from drafters.protocol import Limits
 from inference.verifier import compiled
 from inference.verifier.compiled import make_runner
@@ -176,7 +176,7 @@ def make_learned(make_base, train_drafter, shared_folder):
         ]
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            drafter = recipe.build(drafter_class, base.shape, arguments)
+            drafter = recipes.build(drafter_class, base.shape, arguments)
             train_drafter(drafter, base, torch.tensor(texts))
         save_file(drafter.state_dict(), folder / "model.safetensors")
 
@@ -188,7 +188,7 @@ def make_learned(make_base, train_drafter, shared_folder):
         folder = shared_folder(
             f"lossless {kind} {layers} {trained}", partial(train, kind, layers, drafter_class, arguments)
         )
-        drafter = recipe.build(drafter_class, base.shape, arguments | draft)
+        drafter = recipes.build(drafter_class, base.shape, arguments | draft)
         drafter.load_state_dict(load_file(folder / "model.safetensors"))
         drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
         return drafter

@@ -80,12 +80,12 @@ def test_weights_that_are_loaded_or_moved_later_are_packed_again():
 
 
 LEARNED = {
-    "Block": {"num_frames": 4},
-    "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4, "draft_vocab_size": 30},
-    "EAGLE": {"depth": 3},
-    "EAGLE3": {"depth": 3},
-    "Hydra": {"num_heads": 3, "own_heads": False},
-    "Medusa": {"num_heads": 3},
+    "Block": {"trunk": {"num_frames": 4}},
+    "CTC": {"trunk": {"num_frames": 6, "markov_rank": 4, "draft_vocab_size": 30}, "loss": {"num_labels": 4}},
+    "EAGLE": {"draft": {"depth": 3}},
+    "EAGLE3": {"draft": {"depth": 3}},
+    "Hydra": {"heads": {"num_heads": 3, "own_heads": False}},
+    "Medusa": {"heads": {"num_heads": 3}},
 }
 
 

@@ -57,7 +57,7 @@ def save_toy_drafters(base, folder):
     sizes = {"draft_model": TOY_VOCAB, "smaller draft_model": 3, "larger draft_model": TOY_VOCAB + 3}
     folders = {name: save_toy_base(folder / name, 4, size) for name, size in sizes.items()}
     for name, kind in (("ctc", drafters.CTC), ("eagle", drafters.EAGLE), ("eagle3", drafters.EAGLE3)):
-        options = {"num_frames": 4, "num_labels": 3} if name == "ctc" else {}
+        options = {"trunk": {"num_frames": 4}, "loss": {"num_labels": 3}} if name == "ctc" else {}
         class_path = registry.class_path(kind)
         config = DrafterConfig(class_path, options, base.shape, base.name, tokenizer_hash(base.tokenizer))
         with torch.random.fork_rng():

@@ -305,9 +305,7 @@ class ParallelDrafter(CachingDrafter):
     # ---- drafting
 
     def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
-        tokens = None
-        if self.tokens_in_context:
-            tokens = torch.tensor([text[: hidden.shape[1]]], device=hidden.device)
+        tokens = torch.tensor([text[: hidden.shape[1]]], device=hidden.device) if self.tokens_in_context else None
         return self.context(hidden, positions, tokens, base_weights.embedding)
 
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
@@ -317,10 +315,8 @@ class ParallelDrafter(CachingDrafter):
     def frames_after(self, seq: Sequence[int], base_weights: BaseWeights) -> tuple[Tensor, Roots]:
         """States (1, T, D) of the predicting frames below the last token of the cached text, and this root."""
         # Filled on the device: copying a number there would wait for all kernels that are queued.
-        anchor, token = (
-            torch.full((1, 1), number, dtype=torch.long, device=self.frame_embedding.device)
-            for number in (self._cache.length, seq[-1])
-        )
+        device = self.frame_embedding.device
+        anchor, token = (torch.full((1, 1), number, device=device) for number in (self._cache.length, seq[-1]))
         passages = self._passages(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
         roots, context = Roots(anchor, token, passages), self._cache.read()  # all of the context is attended to
         mask = self._mask(anchor, context, window=0).dense() if self.causal else None

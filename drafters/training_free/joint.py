@@ -5,6 +5,8 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
+import numpy as np
+
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
@@ -146,7 +148,7 @@ class Joint(Drafter):
         self._runners_up: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
         widths = range(self.order)
         # By kind of source, length of context and experience: [times read, times it held the next token].
-        self._hits = [[[[2.0, 1.0] for _ in range(EXPERIENCES)] for _ in widths] for _ in range(4)]
+        self._hits = np.tile([2.0, 1.0], (4, self.order, EXPERIENCES, 1)).tolist()
         # For kinds whose sources are ranked lists, by length of context: how often each rank was right.
         ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, MAX_CORPUS_FOLLOWERS))]
         self._ranks = {kind: [list(ranks) for _ in widths] for kind in (RUNNERS_UP, CORPUS)}

@@ -171,7 +171,7 @@ def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind, size
     given, fitting = (
         {
             name: w.shape
-            for name, w in recipe.build(kind, SHAPE, options | {"draft_vocab_size": each}).state_dict().items()
+            for name, w in recipes.build(kind, SHAPE, options | {"draft_vocab_size": each}).state_dict().items()
         }
         for each in (size, min(size, V))
     )

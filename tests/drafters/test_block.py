@@ -144,17 +144,17 @@ def test_with_copies_a_label_has_its_probability_given_the_labels_before(has_bia
     case = Case(has_bias)
     copied = torch.arange(U) < torch.arange(A)[:, None] % (U + 1)
     logits = torch.linspace(-2, 3, A, dtype=torch.float64, requires_grad=True)
-    ours, metrics = case.loss(copies=(copied, logits), decay=0.6)
+    loss, metrics = case.loss(copies=(copied, logits), decay=0.6)
     token = case.log_distributions().gather(-1, case.labels[..., None])[..., 0]
     share = logits.sigmoid()[:, None]
     prefix = torch.cat([torch.ones(A, 1), (1 - share) * token.exp().cumprod(-1) + share * copied], 1)
     weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
     expected = -(weights * (prefix[:, 1:] / prefix[:, :-1]).log()).sum() / 4
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(metrics["expected_acceptance"], (prefix[:, 1:] * VALID).sum().detach() / 4)
     leaves = [*case.leaves, logits]
-    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (ours, expected)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (loss, expected)), rtol=0, atol=1e-12)
 
 
 @has_bias
@@ -165,7 +165,7 @@ def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch,
     case = Case(has_bias)
     settings = {"decay": 0.6, "distillation": distillation, "divergence": kind, "label_weight": 0.4}
     settings |= {"teacher_temperature": 0.5} if distillation else {}
-    ours, _ = case.loss(teacher=case.teacher, **settings)
+    loss, _ = case.loss(teacher=case.teacher, **settings)
     log_distributions = case.log_distributions()
     cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
     base = (2 * case.teacher @ case.head.T).log_softmax(-1)
@@ -178,8 +178,8 @@ def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch,
     weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
     expected = (weights * cost).sum() / 4
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(3 * x, case.leaves) for x in (ours, expected)]
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * x, case.leaves) for x in (loss, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 

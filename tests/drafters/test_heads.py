@@ -88,7 +88,7 @@ def test_the_loss_equals_that_of_decoding_every_root_one_by_one(make, batch, kin
                 losses[head].append(
                     total_variation if is_total_variation else F.cross_entropy(logits[None], goal[None])
                 )
-    expected = sum(0.7 ** (head + 1) * torch.stack(each).mean() for head, each in enumerate(losses))
+    expected = sum(0.7 ** (head + 1) * torch.stack(head_losses).mean() for head, head_losses in enumerate(losses))
     torch.testing.assert_close(loss, expected)
     assert seen.keys() == {f"accuracy_{head + 1}" for head in range(K)}
     assert all(0 <= value <= 1 for value in seen.values())

@@ -167,8 +167,8 @@ def test_drafts_stay_within_their_limits(make, base_weights, kind):
         tree = drafter.propose(ids[:7].tolist(), limits)
         check_tree(tree, V)
         assert tree.pruned(depth, nodes, eos) is tree
-        (known,) = drafter.draft_at(hidden, ids, torch.tensor([6]), base_weights, limits)
-        assert ([*known.tokens], [*known.parents]) == ([*tree.tokens], [*tree.parents])
+        (at_once,) = drafter.draft_at(hidden, ids, torch.tensor([6]), base_weights, limits)
+        assert ([*at_once.tokens], [*at_once.parents]) == ([*tree.tokens], [*tree.parents])
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_weights_of_the_base_are_not_in_the_state_dict(make, base_weights, kind)
     drafter = make(kind)
     drafter.initialise(base_weights)
     assert all(weight.data_ptr() != base_weights.head.data_ptr() for weight in drafter.state_dict().values())
-    own = {f"lm_heads.{head}.weight" for head in range(4)} if getattr(drafter, "own_heads", False) else set()
-    assert {name for name, weight in drafter.state_dict().items() if tuple(weight.shape) == (V, D)} == own
+    head_names = {f"lm_heads.{head}.weight" for head in range(4)} if getattr(drafter, "own_heads", False) else set()
+    assert {name for name, weight in drafter.state_dict().items() if tuple(weight.shape) == (V, D)} == head_names
 
 
 @each_class

@@ -118,9 +118,9 @@ def test_no_other_tree_of_the_same_size_has_a_longer_acceptance_length(shape, nu
         return sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
 
     best = max(expected_length(paths) for paths in prefix_closed_trees(shape, num_nodes))
-    found = static_tree(accuracies, num_nodes)
-    assert len(found) == num_nodes and np.isclose(expected_length(found), best, rtol=1e-12)
-    assert all(path[:-1] in found[:place] for place, path in enumerate(found) if len(path) > 1)
+    tree = static_tree(accuracies, num_nodes)
+    assert len(tree) == num_nodes and np.isclose(expected_length(tree), best, rtol=1e-12)
+    assert all(path[:-1] in tree[:place] for place, path in enumerate(tree) if len(path) > 1)
 
 
 def test_ranks_that_are_never_right_are_left_out():

@@ -72,9 +72,9 @@ def enumerate_paths(merged, seq, tree, eos=()):
     """The probability of each path of at most `DEPTH` tokens, multiplied up without a tree or a queue."""
     by_path = {tuple(tree.path_tokens(node)): tree.probabilities[node] for node in range(len(tree))}
     by_path[()] = 1.0
-    found = {(): 1.0}
+    probabilities = {(): 1.0}
     for path in (path for depth in range(DEPTH) for path in product(range(VOCAB), repeat=depth)):
-        if path not in found or (path and path[-1] in eos):
+        if path not in probabilities or (path and path[-1] in eos):
             continue
         keys = merged.ngrams.contexts_after(seq)
         for token in path:
@@ -84,9 +84,9 @@ def enumerate_paths(merged, seq, tree, eos=()):
         }
         ngrams = {token: probability for probability, token in merged.ngrams.following(keys)}
         for token, evidence in combine(learned, ngrams):
-            found[(*path, token)] = found[path] * merged._mixer.probability(evidence)
-    del found[()]
-    return found
+            probabilities[(*path, token)] = probabilities[path] * merged._mixer.probability(evidence)
+    del probabilities[()]
+    return probabilities
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -116,9 +116,9 @@ def test_smaller_budgets_and_thresholds_take_the_first_nodes_of_the_same_tree():
     assert merged.learned.asked[-1].max_nodes > 12, "a small budget takes the best nodes of both drafters' whole trees"
     merged.min_probability = whole.probabilities[6]
     assert merged.propose(seq, Limits(DEPTH)) == whole.first(7)
-    asked = len(merged.learned.asked)
+    num_drafts = len(merged.learned.asked)
     assert len(merged.propose(seq, Limits(DEPTH, 0))) == len(merged.propose(seq, Limits(0))) == 0
-    assert len(merged.learned.asked) == asked, "no draft, no draft pass"
+    assert len(merged.learned.asked) == num_drafts, "no draft, no draft pass"
 
 
 def test_a_learned_drafter_that_is_always_wrong_loses_its_place_in_the_tree():
@@ -160,5 +160,5 @@ def test_the_text_is_the_bases_own_and_a_useless_learned_drafter_hardly_harms(ps
             drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint(), num_nodes=8),
         )
     )
-    assert joint.tokens == text.tokens and all(each.tokens == text.tokens for each in merged)
+    assert joint.tokens == text.tokens and all(other.tokens == text.tokens for other in merged)
     assert len(merged[0].steps) < 1.15 * len(joint.steps) < 0.9 * len(text.steps)

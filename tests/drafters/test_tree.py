@@ -149,7 +149,7 @@ def test_pruning_updates_the_nodes_of_each_distribution():
     assert tree.pruned(3, 4, ()) is tree
 
     def draws_within(*limits):
-        return [(each.parent, each.draws) for each in tree.pruned(*limits).distributions]
+        return [(distribution.parent, distribution.draws) for distribution in tree.pruned(*limits).distributions]
 
     assert draws_within(2, 4, ()) == [(ROOT, (2, 0, 2)), (0, (1,))]
     assert draws_within(3, 2, ()) == [(ROOT, (0,)), (0, (1,))]

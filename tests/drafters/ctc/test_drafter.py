@@ -117,10 +117,11 @@ def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_t
     anchors = torch.arange(1, S)
     assert drafter.draft_at(hidden, ids, anchors, base_weights) == tables.draft_at(hidden, ids, anchors, base_weights)
     proposed = []
-    for each in (drafter, tables):
-        each.attach_base_weights(base_weights)
-        tree = ready(each, hidden, ids, 6).propose(ids[:7].tolist(), Limits(9, draft_seed=1))
-        proposed.append((tree.tokens, tree.parents, [each.probs.tolist() for each in tree.distributions]))
+    for variant in (drafter, tables):
+        variant.attach_base_weights(base_weights)
+        tree = ready(variant, hidden, ids, 6).propose(ids[:7].tolist(), Limits(9, draft_seed=1))
+        probs = [distribution.probs.tolist() for distribution in tree.distributions]
+        proposed.append((tree.tokens, tree.parents, probs))
     assert proposed[0] == proposed[1] and len(proposed[0][0]) > 0
     assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}
 
@@ -187,18 +188,19 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
     anchors = torch.tensor([3, 7, 11])
     trees = drafter.draft_at(hidden, ids, anchors, base_weights)
     roots = drafter.roots(ids[None], anchors[None])
-    frames = drafter(hidden[None], roots, base_weights.embedding, ids[None])[0]
+    all_frames = drafter(hidden[None], roots, base_weights.embedding, ids[None])[0]
     passages, lengths = map(list, zip(*(passage_at(drafter, ids, anchor) for anchor in anchors), strict=True))
-    for tree, anchor, own, passage, length in zip(trees, anchors.tolist(), frames, passages, lengths, strict=True):
+    drafts = zip(trees, anchors.tolist(), all_frames, passages, lengths, strict=True)
+    for tree, anchor, frames, passage, length in drafts:
         assert len(tree) > 1
         share = 0.0
         if length:
-            share = (own.mean(0) @ drafter.lookup.copy_state + drafter.lookup.copy_bias[length - 1]).sigmoid().item()
+            share = (frames.mean(0) @ drafter.lookup.copy_state + drafter.lookup.copy_bias[length - 1]).sigmoid().item()
         for node, probability in enumerate(tree.probabilities):
             labels, left, right = torch.tensor([tree.path_tokens(node)]), None, None
             if drafter.markov is not None:
                 left, right = drafter.markov.factors(torch.cat([ids[anchor].reshape(1, 1), labels], 1), base_weights)
-            anchored = AnchoredFrames(own[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
+            anchored = AnchoredFrames(frames[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
             emissions = emit(anchored, base_weights.head, CTCOutput(drafter.blank_row, drafter.blank_bias[0], right))
             states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels, merges)
             is_copied = tree.path_tokens(node) == passage[: tree.depths[node]]
@@ -213,7 +215,7 @@ def test_whether_a_chain_copies_does_not_depend_on_how_deep_it_may_be(make_ctc, 
     inputs = hidden, ids, torch.arange(1, 39), base_weights
     for depth in (1, 2, 3):
         chains = zip(drafter.draft_at(*inputs, Limits(max_depth=depth)), drafter.draft_at(*inputs), strict=True)
-        assert all(list(own.tokens) == list(whole.tokens[:depth]) for own, whole in chains)
+        assert all(list(chain.tokens) == list(deepest.tokens[:depth]) for chain, deepest in chains)
 
 
 def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights, text):

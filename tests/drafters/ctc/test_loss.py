@@ -150,19 +150,19 @@ def test_a_copy_adds_its_probability_to_every_prefix_of_the_passage(any_case):
     copied = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 0]]).bool()
     logits = torch.linspace(-2, 3, A, dtype=torch.float64, requires_grad=True)
     anchored = any_case.anchored()._replace(copied=copied, copy_logits=logits)
-    ours, metrics = any_case.loss(anchored, decay=0.6)
+    loss, metrics = any_case.loss(anchored, decay=0.6)
     total, accepted = torch.zeros((), dtype=torch.float64), 0.0
     for anchor, share in enumerate(logits.sigmoid()):
         label, texts = LABELS[anchor, : LENGTHS[anchor]].tolist(), any_case.texts(anchor)
-        own = [texts.begins(label[: u + 1]) for u in range(len(label))]
-        prefix = [(1 - share) * p + share * is_copied for p, is_copied in zip(own, copied[anchor], strict=False)]
+        begins = [texts.begins(label[: u + 1]) for u in range(len(label))]
+        prefix = [(1 - share) * p + share * is_copied for p, is_copied in zip(begins, copied[anchor], strict=False)]
         factors = [(0.6**u, p) for u, p in enumerate(prefix) if p > 0]
         total = total - sum(w * p.log() for w, p in factors) / sum(w for w, _ in factors) if factors else total
         accepted += sum(prefix)
-    torch.testing.assert_close(ours, total / (LENGTHS > 0).sum(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(loss, total / (LENGTHS > 0).sum(), rtol=0, atol=1e-12)
     torch.testing.assert_close(metrics["expected_acceptance"], accepted.detach() / 5, rtol=0, atol=1e-12)
     leaves = [*any_case.leaves, logits]
-    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (ours, total / 5)), rtol=0, atol=1e-10)
+    torch.testing.assert_close(*(torch.autograd.grad(x, leaves) for x in (loss, total / 5)), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
@@ -186,20 +186,20 @@ OUT_OF_REACH = [[1, 1, 1, 1], [0, 1, 2, 2, 1], [0, 1, 2, 0, 1, 2]]  # of five fr
 @pytest.mark.parametrize("label", REACHABLE + OUT_OF_REACH, ids=str)
 def test_probabilities_and_gradients_are_sums_over_the_alignments(any_case, label):
     """And those of labels that no alignment reaches are impossible, with finite gradients."""
-    given = torch.tensor([label]), ROOTS[:1], torch.ones(1, len(label)).bool()
-    _, states = any_case.states(any_case.anchored(*given))
+    anchors = torch.tensor([label]), ROOTS[:1], torch.ones(1, len(label)).bool()
+    _, states = any_case.states(any_case.anchored(*anchors))
     texts, prefixes = any_case.texts(0), [label[:length] for length in range(len(label) + 1)]
     expected = torch.stack([*map(texts.whole, prefixes), *map(texts.begins, prefixes[1:])])
-    ours = torch.cat([states.exact[0], states.prefix[0]])
+    log_probs = torch.cat([states.exact[0], states.prefix[0]])
     possible = expected > 0
     assert possible.all() or label in OUT_OF_REACH
-    assert (ours[~possible] <= IMPOSSIBLE / 2).all()
-    torch.testing.assert_close(ours[possible], expected[possible].log(), rtol=0, atol=1e-12)
-    upstream = torch.randn(len(ours), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    got = torch.autograd.grad((upstream * ours)[possible].sum(), any_case.leaves)
+    assert (log_probs[~possible] <= IMPOSSIBLE / 2).all()
+    torch.testing.assert_close(log_probs[possible], expected[possible].log(), rtol=0, atol=1e-12)
+    upstream = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    got = torch.autograd.grad((upstream * log_probs)[possible].sum(), any_case.leaves)
     wanted = torch.autograd.grad((upstream[possible] * expected[possible].log()).sum(), any_case.leaves)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
-    _, states = any_case.states(any_case.anchored(*given))  # a backward pass can run only once
+    _, states = any_case.states(any_case.anchored(*anchors))  # a backward pass can run only once
     every = torch.autograd.grad(states.exact.sum() + states.prefix.sum(), any_case.leaves, allow_unused=True)
     assert all(gradient.isfinite().all() for gradient in every)
 
@@ -226,12 +226,12 @@ def test_exact_probabilities_equal_the_ctc_loss_of_torch_for_a_batch_with_repeat
             reduction="none",
         )
         torch.testing.assert_close(-exact[:, length], theirs, rtol=0, atol=1e-10)
-        ours, expected = (
+        gradient, torch_gradient = (
             torch.autograd.grad(loss.sum(), log_probs, retain_graph=True)[0] for loss in (-exact[:, length], theirs)
         )
         # torch returns the gradient before the softmax, so each frame's probability is subtracted
-        through_softmax = ours - log_probs.detach().exp() * ours.sum(-1, keepdim=True)
-        torch.testing.assert_close(through_softmax, expected, rtol=0, atol=1e-10)
+        through_softmax = gradient - log_probs.detach().exp() * gradient.sum(-1, keepdim=True)
+        torch.testing.assert_close(through_softmax, torch_gradient, rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
@@ -252,9 +252,9 @@ def test_the_next_token_distribution_is_that_of_all_alignments(any_case):
 
 
 def assert_literal(case, settings):
-    ours, expected = case.loss(**settings)[0], case.written_out(**settings)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(3 * loss, case.leaves) for loss in (ours, expected)]
+    loss, expected = case.loss(**settings)[0], case.written_out(**settings)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * value, case.leaves) for value in (loss, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
 
 
@@ -324,8 +324,8 @@ def test_positions_without_a_teacher_are_not_distilled(case):
     taught = torch.zeros_like(VALID)
     taught[:, 0] = True
     none, first, every = (
-        case.loss(case.anchored(teacher=case.teacher, teacher_valid=known), distillation=1.0)[0].item()
-        for known in (taught & False, taught, None)
+        case.loss(case.anchored(teacher=case.teacher, teacher_valid=mask), distillation=1.0)[0].item()
+        for mask in (taught & False, taught, None)
     )
     assert none == pytest.approx(case.loss()[0].item(), abs=1e-12)
     assert none < first < every
@@ -334,23 +334,23 @@ def test_positions_without_a_teacher_are_not_distilled(case):
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_labels_without_an_alignment_add_nothing(case, objective):
     """Three frames can emit y y but not y y y."""
-    given = torch.tensor([[1, 1, 1], [1, 2, 0]]), torch.tensor([0, 0])
+    anchors = torch.tensor([[1, 1, 1], [1, 2, 0]]), torch.tensor([0, 0])
     all_valid, two_valid = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True] * 3])
-    loss, _ = case.loss(case.anchored(*given, all_valid, case.frames[:2, :3]), objective=objective)
+    loss, _ = case.loss(case.anchored(*anchors, all_valid, case.frames[:2, :3]), objective=objective)
     gradients = torch.autograd.grad(loss, case.leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
     if objective == "ctc":
         assert gradients[0][0].eq(0).all()
         assert loss > 0
     else:
-        expected, _ = case.loss(case.anchored(*given, two_valid, case.frames[:2, :3]), objective=objective)
+        expected, _ = case.loss(case.anchored(*anchors, two_valid, case.frames[:2, :3]), objective=objective)
         torch.testing.assert_close(loss, expected)
 
 
 def test_a_token_that_the_frames_cannot_emit_has_a_finite_divergence(case):
     """In four frames 1 1 can be followed by 0 but not by a third 1, to which the base gives some probability."""
-    given = torch.tensor([[1, 1, 0]]), torch.tensor([0]), torch.ones(1, 3, dtype=torch.bool), case.frames[:1, :4]
-    anchored = case.anchored(*given, teacher=case.teacher[:1])
+    anchors = torch.tensor([[1, 1, 0]]), torch.tensor([0]), torch.ones(1, 3, dtype=torch.bool), case.frames[:1, :4]
+    anchored = case.anchored(*anchors, teacher=case.teacher[:1])
     plain, _ = case.loss(anchored)
     loss, _ = case.loss(anchored, distillation=1.0)
     assert plain < loss < plain + 60
@@ -376,10 +376,10 @@ def test_half_precision_affects_products_but_not_sums(has_bias, head_dtype):
     wide = CTCOutput(*(x if x is None else x.double() for x in output))
     exact, _ = ctc_loss(AnchoredFrames(frames.double(), labels, valid, left), head.to(head_dtype).double(), wide)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, _ = ctc_loss(AnchoredFrames(frames, labels, valid, left), head.to(head_dtype), output)
-    assert ours.dtype == torch.float32
+        loss, _ = ctc_loss(AnchoredFrames(frames, labels, valid, left), head.to(head_dtype), output)
+    assert loss.dtype == torch.float32
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
-    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
+    torch.testing.assert_close(loss.double(), exact, rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])

@@ -48,22 +48,22 @@ def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num
     begins = expected.every()
     texts = [text for text in begins if begins[text] > 0]
     assert num_frames < 3 or (ROOT, ROOT) in texts
-    found, every = (
+    spelling, every = (
         spelled(texts, logits, table, merges),
         torch.tensor([begins[text] for text in texts], dtype=torch.float64),
     )
     whole = torch.stack([expected.whole(text) for text in texts])
     nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
     after = torch.tensor(nexts, dtype=torch.float64)
-    torch.testing.assert_close(found.prefix, every, rtol=1e-10, atol=0)
+    torch.testing.assert_close(spelling.prefix, every, rtol=1e-10, atol=0)
     plain = [text_probabilities(probs, ROOT, text, merges) for text in texts]
     torch.testing.assert_close(
         torch.tensor(plain, dtype=torch.float64), torch.stack([every, whole], 1), rtol=1e-9, atol=0
     )
-    exact = found.blank_end[:, -1] + found.label_end[:, -1]
+    exact = spelling.blank_end[:, -1] + spelling.label_end[:, -1]
     torch.testing.assert_close(exact, whole, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(found.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(exact / found.prefix, 1 - found.next_token_probs().sum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(spelling.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(exact / spelling.prefix, 1 - spelling.next_token_probs().sum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -154,10 +154,10 @@ def test_without_merging_drawn_texts_keep_equal_neighbours(literal_texts):
 def test_a_temperature_divides_logits_and_biases(literal_texts, biased):
     frames = Frames(literal_texts, 4, biased)
     cooled = (lambda tokens: frames.bias(tokens) / 0.5) if biased else None
-    ours = draw(frames.logits, START, 6, FAR, np.random.default_rng(3), frames.bias, temperature=0.5)
-    same = draw(frames.logits / 0.5, START, 6, FAR, np.random.default_rng(3), cooled)
-    assert (ours.tokens, ours.parents) == (same.tokens, same.parents)
-    for one, two in zip(ours.distributions, same.distributions, strict=True):
+    tempered = draw(frames.logits, START, 6, FAR, np.random.default_rng(3), frames.bias, temperature=0.5)
+    scaled = draw(frames.logits / 0.5, START, 6, FAR, np.random.default_rng(3), cooled)
+    assert (tempered.tokens, tempered.parents) == (scaled.tokens, scaled.parents)
+    for one, two in zip(tempered.distributions, scaled.distributions, strict=True):
         torch.testing.assert_close(one.probs, two.probs)
 
 

@@ -205,8 +205,8 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(
     With a draft vocabulary the base's distribution and the drafter's are those over its tokens, and no path passes a
     label that is none of them.
     """
-    own = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
-    drafter, covered = make(EAGLE3, num_unroll=3, divergence=divergence, **own), torch.arange(V)
+    head_options = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
+    drafter, covered = make(EAGLE3, num_unroll=3, divergence=divergence, **head_options), torch.arange(V)
     if num_tokens:
         covered = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:num_tokens]
         drafter.draft_tokens.copy_(covered)
@@ -235,13 +235,13 @@ def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base
     plain = drafter.loss(batch, base_weights)[0]
     assert torch.equal(plain, drafter.loss(batch, base_weights)[0])
     drafter.train()
-    given = []
+    noisy = []
     honest = EAGLE.forward
     monkeypatch.setattr(
-        EAGLE, "forward", lambda self, states, *rest: given.append(states) or honest(self, states, *rest)
+        EAGLE, "forward", lambda self, states, *rest: noisy.append(states) or honest(self, states, *rest)
     )
     assert not torch.equal(plain, drafter.loss(batch, base_weights)[0])
-    noise = (given[0] - batch.hidden[:, :-2]).abs().max().item()
+    noise = (noisy[0] - batch.hidden[:, :-2]).abs().max().item()
     assert 0.09 < noise / (512 / S) <= 0.1
 
 

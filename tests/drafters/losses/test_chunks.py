@@ -75,9 +75,9 @@ def test_each_chunk_is_computed_once_and_then_freed(tensors):
 def test_without_gradients_the_value_is_the_same_and_no_gradient_is_computed(tensors, mode):
     per_anchor, shared = tensors
     with mode():
-        ours, expected = chunked(sums, per_anchor, shared, 2)[0], sums(per_anchor, shared)[0]
-    assert not ours.requires_grad
-    torch.testing.assert_close(ours.clone(), expected.clone())
+        loss, expected = chunked(sums, per_anchor, shared, 2)[0], sums(per_anchor, shared)[0]
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.clone(), expected.clone())
 
 
 def test_tensors_that_need_no_gradient_get_none(tensors):
@@ -92,8 +92,8 @@ def test_tensors_that_need_no_gradient_get_none(tensors):
 def test_autocast_is_off_inside_a_chunk(tensors):
     per_anchor, shared = tensors
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, _ = chunked(sums, per_anchor, shared, 2)
-    torch.testing.assert_close(ours, sums(per_anchor, shared)[0])
+        loss, _ = chunked(sums, per_anchor, shared, 2)
+    torch.testing.assert_close(loss, sums(per_anchor, shared)[0])
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ def test_columns_and_normaliser_give_the_log_softmax_and_its_gradient(scale):
     head = torch.randn(11, 5, generator=generator, dtype=torch.float64)
     index = torch.randint(11, (4, 3, 6), generator=generator)  # a column may be gathered twice
     exponentials, most, picked = gathered_logits.exponentials(gathered_logits.logits(states, head), index)
-    ours = picked - gathered_logits.log_sum(exponentials, most)
+    log_probs = picked - gathered_logits.log_sum(exponentials, most)
     expected = (states @ head.T).log_softmax(-1).gather(-1, index)
-    torch.testing.assert_close(ours, expected)
-    weights = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    gradients = [torch.autograd.grad((weights * x).sum(), states) for x in (ours, expected)]
+    torch.testing.assert_close(log_probs, expected)
+    weights = torch.randn(log_probs.shape, generator=generator, dtype=torch.float64)
+    gradients = [torch.autograd.grad((weights * x).sum(), states) for x in (log_probs, expected)]
     torch.testing.assert_close(*gradients)
 
 

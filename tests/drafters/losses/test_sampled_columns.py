@@ -71,5 +71,5 @@ def test_a_ctc_loss_over_a_sample_is_near_the_whole_one_and_reaches_the_same_wei
     samples = [loss_of(*sample_columns(x, head, right, 6, True)) for _ in range(60)]
     assert torch.stack([loss for loss, _ in samples]).mean().item() == pytest.approx(whole.item(), rel=0.1)
     for index, gradient in enumerate(gradients):
-        mean = torch.stack([each[index] for _, each in samples]).mean(0)
+        mean = torch.stack([gradients[index] for _, gradients in samples]).mean(0)
         assert torch.nn.functional.cosine_similarity(mean.flatten(), gradient.flatten(), dim=0) > 0.97

@@ -187,7 +187,7 @@ def test_a_draft_vocabulary_of_all_tokens_changes_nothing(weights, kind):
     expected = whole.loss(batch, weights)[0]
     torch.manual_seed(1)
     assert torch.equal(every.loss(batch, weights)[0], expected)
-    trees = [each.draft_at(batch.hidden[0], batch.input_ids[0], anchors, weights) for each in (whole, every)]
+    trees = [drafter.draft_at(batch.hidden[0], batch.input_ids[0], anchors, weights) for drafter in (whole, every)]
     assert trees[0] == trees[1]
 
 

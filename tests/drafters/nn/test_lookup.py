@@ -31,17 +31,17 @@ def test_nothing_behind_an_anchor_is_read(shape):
     texts, anchors = torch.randint(0, 3, (1, 40)), torch.arange(1, 20)[None]
     changed = texts.clone()
     changed[:, 20:] = 7
-    for part, other in zip(*(Lookup(shape).find(each, anchors, 4) for each in (texts, changed)), strict=True):
+    for part, other in zip(*(Lookup(shape).find(tokens, anchors, 4) for tokens in (texts, changed)), strict=True):
         assert part.equal(other)
 
 
 def test_only_frames_with_a_match_are_changed_and_none_before_training(shape, base_weights):
     lookup = Lookup(shape)
-    found = lookup.find(torch.tensor([[4, 5, 6, 4]]), torch.tensor([[2, 3]]), 3)
-    assert found.tokens[0, 1].tolist() == [5, 6, 4] and found.lengths[0].tolist() == [0, 1]
-    assert not lookup(found, base_weights.embedding).any()
+    passages = lookup.find(torch.tensor([[4, 5, 6, 4]]), torch.tensor([[2, 3]]), 3)
+    assert passages.tokens[0, 1].tolist() == [5, 6, 4] and passages.lengths[0].tolist() == [0, 1]
+    assert not lookup(passages, base_weights.embedding).any()
     torch.nn.init.eye_(lookup.proj.weight)
     embedded = base_weights.embedding[[5, 6, 4]]
     normed = embedded / (embedded.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt()
-    added = lookup(found, base_weights.embedding)
+    added = lookup(passages, base_weights.embedding)
     torch.testing.assert_close(added[0], torch.stack([torch.zeros(3, 16), 0.2 * normed]))

@@ -19,21 +19,21 @@ SCALINGS = [None, (8.0, 1.0, 4.0, 8192), (32.0, 0.5, 2.0, 64), (2.0, 1.0, 1.5, 1
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 def test_the_angles_are_those_of_transformers(scaling, theta):
-    own, its = {}, {"rope_type": "default", "rope_theta": theta}
+    llama3, rope = {}, {"rope_type": "default", "rope_theta": theta}
     if scaling:
         factor, low, high, length = scaling
-        own = {"rope_factor": factor, "rope_low_frequency": low, "rope_high_frequency": high}
-        own["rope_original_length"] = length
-        its = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low}
-        its |= {"high_freq_factor": high, "original_max_position_embeddings": length}
-    rotary = RotaryEmbedding(BaseShape(**SIZES, rope_theta=theta, **own))
-    expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, max_position_embeddings=1 << 17, rope_parameters=its))
+        llama3 = {"rope_factor": factor, "rope_low_frequency": low, "rope_high_frequency": high}
+        llama3["rope_original_length"] = length
+        rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low}
+        rope |= {"high_freq_factor": high, "original_max_position_embeddings": length}
+    rotary = RotaryEmbedding(BaseShape(**SIZES, rope_theta=theta, **llama3))
+    expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, max_position_embeddings=1 << 17, rope_parameters=rope))
     torch.testing.assert_close(rotary.frequencies(torch.device("cpu")), expected.inv_freq, rtol=1e-6, atol=0)
     positions = torch.tensor([[0, 1, 7, 500]])
     cos, sin = expected(torch.zeros(1), positions)
     torch.testing.assert_close(rotary(positions), (cos[:, None], sin[:, None]), rtol=0, atol=2e-4)
     kept = rotary.frequencies(torch.device("cpu")) / theta ** (-torch.arange(32) / 32)
-    assert kept.max() == pytest.approx(1) and kept.min() == pytest.approx(1 / own.get("rope_factor", 1))
+    assert kept.max() == pytest.approx(1) and kept.min() == pytest.approx(1 / llama3.get("rope_factor", 1))
 
 
 def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning():
@@ -43,12 +43,12 @@ def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning
     states = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
     with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16):
         warnings.simplefilter("error")
-        found = norm(states)
+        normed = norm(states)
     wide = states.detach().float()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found.sum(), states)
+    assert normed.dtype == torch.float32
+    torch.testing.assert_close(normed, expected)
+    (gradient,) = torch.autograd.grad(normed.sum(), states)
     assert gradient.dtype == torch.bfloat16 and gradient.isfinite().all()
 
 

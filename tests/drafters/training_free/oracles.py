@@ -49,11 +49,11 @@ class PlainCorpus:
         often = [gram for gram in counts if counts[gram] >= self.min_count]
         return sorted(often, key=lambda gram: (-counts[gram], gram))[: self.top]
 
-    def retrieve(self, seq, most, known=()):
-        found = []
+    def retrieve(self, seq, most, excluded=()):
+        grams = []
         for width in (4, 3, 2, 1):
             if len(seq) >= width:
-                for gram in self.continuations(list(seq[-width:]))[: most - len(found)]:
-                    if gram not in found and gram not in known:
-                        found.append(gram)
-        return found
+                for gram in self.continuations(list(seq[-width:]))[: most - len(grams)]:
+                    if gram not in grams and gram not in excluded:
+                        grams.append(gram)
+        return grams

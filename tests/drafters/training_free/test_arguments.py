@@ -19,19 +19,19 @@ from drafters import (
 
 STORE = SuffixArray.build([[1, 2, 3]], depth=26)
 REFUSED = [
-    *((kind, given, "at least") for kind, given in ((ANPD, {"order": 1}), (ANPD, {"num_draft": 0}))),
+    *((kind, value, "at least") for kind, value in ((ANPD, {"order": 1}), (ANPD, {"num_draft": 0}))),
     *((PromptLookup, {name: 0}, "at least") for name in ("max_ngram", "num_draft")),
     *((TokenRecycling, {name: 0}, "at least 1") for name in ("num_nodes", "top_k")),
     (TokenRecycling, {"template": "flat"}, "template must be best_first or paper, not 'flat'"),
-    *((Lookahead, {name: given}, f"{name} must") for name, given in (("level", 2), ("window", 0), ("guesses", -1))),
+    *((Lookahead, {name: value}, f"{name} must") for name, value in (("level", 2), ("window", 0), ("guesses", -1))),
     *((Joint, {name: 0}, name) for name in ("num_nodes", "order", "min_probability", "fade")),
     (Joint, {"runner_up": -1}, "runner_up"),
     *((SelfDraft, {name: 0}, f"{name} must be at least 1") for name in ("gram", "num_branches", "max_pad")),
     (SelfDraft, {"branch_len": 2}, "branch_len must be at least 3"),
     *(
-        (kind, {name: given}, f"{name} must be at least")
+        (kind, {name: value}, f"{name} must be at least")
         for kind in (DraftModel, SelfSpeculative)
-        for name, given in (("num_draft", 0), ("threshold", 1.0))
+        for name, value in (("num_draft", 0), ("threshold", 1.0))
     ),
     (DraftModel, {"schedule": "rising"}, "schedule must be one of constant, heuristic, heuristic_transient"),
     *((Ouroboros, {name: 0}, f"{name} must be at least") for name in ("num_draft", "num_phrases", "level")),

@@ -28,10 +28,10 @@ def test_retrieved_chains_equal_those_from_counting(seed, min_count, top):
     text += range(40, 48)  # the end of a text counts too
     cache, plain, answers = table(text, min_count, top), PlainCorpus(text, min_count, top), 0
     for seq in [[40, 41, 42, 43], *([rng.randrange(vocab + 1) for _ in range(rng.randrange(1, 9))] for _ in range(60))]:
-        known = plain.retrieve(seq, 1)[: rng.randrange(2)]
+        excluded = plain.retrieve(seq, 1)[: rng.randrange(2)]
         most = rng.randrange(30)
-        expected = plain.retrieve(seq, most, known)
-        assert cache.retrieve(seq, most, known) == expected
+        expected = plain.retrieve(seq, most, excluded)
+        assert cache.retrieve(seq, most, excluded) == expected
         answers += bool(expected)
     assert answers > 10
 

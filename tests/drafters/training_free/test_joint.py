@@ -88,23 +88,23 @@ class SlowJoint:
 
     def learn(self, token):
         for bucket, weights in self.sources(self.text):
-            asked = self.asked.setdefault(bucket, [2, 1])
-            asked[0] += 1
+            counts = self.asked.setdefault(bucket, [2, 1])
+            counts[0] += 1
             if token in weights:
-                asked[1] += 1
+                counts[1] += 1
                 break
         self.text.append(token)
 
     def following(self, context):
-        left, found = 1.0, {}
+        left, probabilities = 1.0, {}
         for bucket, weights in self.sources(context):
-            asked = self.asked.get(bucket, [2, 1])
-            share = left * asked[1] / asked[0]
-            fresh = {token: weight for token, weight in weights.items() if token not in found}
+            counts = self.asked.get(bucket, [2, 1])
+            share = left * counts[1] / counts[0]
+            fresh = {token: weight for token, weight in weights.items() if token not in probabilities}
             if fresh:
-                found |= {token: share * weight / sum(fresh.values()) for token, weight in fresh.items()}
+                probabilities |= {token: share * weight / sum(fresh.values()) for token, weight in fresh.items()}
                 left -= share
-        return found
+        return probabilities
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,8 +148,8 @@ def test_a_source_is_scored_by_its_tokens_before_the_step():
     drafter.begin([1, 2])
     tree = drafter.propose([1, 2], FAR)
     drafter.observe(StepResult(2, tree, None, [], [8], [[8, 3], *([0, 1] for _ in tree.tokens)]))
-    (asked, right), *_ = drafter._hits[RUNNERS_UP][1]
-    assert (asked, right) == (3, 2), "8 was its second guess"
+    (reads, hits), *_ = drafter._hits[RUNNERS_UP][1]
+    assert (reads, hits) == (3, 2), "8 was its second guess"
 
 
 def test_a_corpus_is_read_after_the_texts_and_its_ranks_are_learned():

@@ -83,13 +83,13 @@ class Literal:
 
 def remembering(runner):
     """Return the runner with a cache of the next token of each text."""
-    known, fresh = {}, runner.next
+    argmaxes, argmax = {}, runner.next
 
     def next_token(seq):
         key = tuple(seq[-6 * runner.order :])
-        if key not in known:
-            known[key] = fresh(seq)
-        return known[key]
+        if key not in argmaxes:
+            argmaxes[key] = argmax(seq)
+        return argmaxes[key]
 
     runner.next = next_token
     return runner
@@ -99,7 +99,7 @@ def prompt_of(rng, length, vocab=12):
     return [rng.randrange(vocab) for _ in range(length)]
 
 
-def told(drafter, tree, after, emitted):
+def observe_step(drafter, tree, after, emitted):
     """Let the drafter observe a step; ``after`` has the base's argmax at the root and at each node."""
     drafter.observe(StepResult(1, tree, None, [], emitted, [[token] for token in after]))
 
@@ -154,12 +154,12 @@ def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit
     drafter.pool.insert(6, (20, 21, 22))
     tree = drafter.propose([5, 6], Limits(100, **limit))
     assert (tree.tokens, tree.num_scratch) == ([20, 21, 22], 0)
-    told(drafter, tree, [1, 2, 3, 4], [1])
+    observe_step(drafter, tree, [1, 2, 3, 4], [1])
     assert drafter._levels == before
     assert len(drafter.pool) == 1
     tree = drafter.propose([5, 6], Limits(100, max_nodes=17, max_scratch_depth=6))
     assert tree.num_scratch == 14
-    told(drafter, tree, list(range(50, 50 + 18)), [50])
+    observe_step(drafter, tree, list(range(50, 50 + 18)), [50])
     assert drafter._levels == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [63, 64, 65, 66, 67]]
 
 
@@ -167,7 +167,7 @@ def test_a_pruned_window_is_ignored():
     drafter = Lookahead(level=4, window=3)
     drafter.begin([5])
     tree = drafter.propose([5], FAR)
-    told(drafter, tree.pruned(100, 2, ()), [10, 11, 12], [10])
+    observe_step(drafter, tree.pruned(100, 2, ()), [10, 11, 12], [10])
     assert drafter._levels == [[5, 5, 5, 5]]
 
 

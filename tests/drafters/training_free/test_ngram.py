@@ -97,9 +97,9 @@ class Watched(list):
     read = 0
 
     def __getitem__(self, key):
-        found = super().__getitem__(key)
-        self.read += len(found) if isinstance(key, slice) else 1
-        return found
+        item = super().__getitem__(key)
+        self.read += len(item) if isinstance(key, slice) else 1
+        return item
 
     def __iter__(self):
         raise AssertionError("a step walks through the whole text")
@@ -155,10 +155,10 @@ def test_alpha_times_num_draft_plus_1_is_the_acceptance_length_of_anpd(pseudo_ru
         slow.read(following[: accepted[-1] + 1])
     _, *decoded = accepted  # the first step is the prefill
     alpha, steps = sum(decoded) / (6 * len(decoded)), Session(runner, ANPD(order=3, num_draft=6)).run(prompt, 80).steps
-    found = count_drafts([steps]).figures()
-    assert found["accepted_per_step"] / 6 == pytest.approx(alpha)
+    figures = count_drafts([steps]).figures()
+    assert figures["accepted_per_step"] / 6 == pytest.approx(alpha)
     assert alpha * 6 + 1 == pytest.approx(acceptance_length([steps]))
-    assert found["hit_ratio"] > alpha > 0, "the share of the drafted tokens is another figure"
+    assert figures["hit_ratio"] > alpha > 0, "the share of the drafted tokens is another figure"
 
 
 @each_drafter

@@ -27,8 +27,8 @@ def ranked(pseudo_runner):
 
         def forward(self, pending, tree, required_outputs):
             super().forward(pending, tree, required_outputs)
-            known = self.text + list(pending)
-            ranks = [self.rank(known + path) for path in ([], *map(tree.path_tokens, range(len(tree))))]
+            text = self.text + list(pending)
+            ranks = [self.rank(text + path) for path in ([], *map(tree.path_tokens, range(len(tree))))]
             logits = torch.empty(len(ranks), self.vocab_size)
             return ForwardOutput(
                 logits.scatter_(1, torch.tensor(ranks), -torch.arange(self.vocab_size).float().expand_as(logits)), None
@@ -39,10 +39,10 @@ def ranked(pseudo_runner):
 
 def paths_of(template, above=()):
     """The rank paths of a nested template."""
-    found = []
+    paths = []
     for rank, below in enumerate(template):
-        found += [(*above, rank), *paths_of(below, (*above, rank))]
-    return found
+        paths += [(*above, rank), *paths_of(below, (*above, rank))]
+    return paths
 
 
 def slow_step(base, seq, table, template, top_k, eos, end):

@@ -121,9 +121,9 @@ class Literal:
             if i + g < len(seq):
                 self.cache.insert(seq[i], tuple(seq[i + 1 : i + 1 + g]))
             else:
-                own = seq[i + 1 :]
-                lent = branches[0][: g - 1 - len(own)]
-                self.cache.insert(seq[i], (*own, *lent, argmax(lent)))
+                following = seq[i + 1 :]
+                borrowed = branches[0][: g - 1 - len(following)]
+                self.cache.insert(seq[i], (*following, *borrowed, argmax(borrowed)))
         for k in range(len(branches[0]) - g + 1):
             self.cache.insert(branches[0][k], (*branches[0][k + 1 : k + g], argmax(branches[0][: k + g])))
 
@@ -186,15 +186,15 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
 def test_an_empty_corpus_changes_no_step_and_a_corpus_alone_feeds_no_branches(pseudo_runner):
     runner, prompt = pseudo_runner(0), [1, 2, 3]
     texts = [], runner.greedy(prompt, 60)
-    empty, known = (CorpusTable(*count(np.array(text, dtype=np.int32), 1, 20)) for text in texts)
+    empty, filled = (CorpusTable(*count(np.array(text, dtype=np.int32), 1, 20)) for text in texts)
 
     def steps(drafter):
         done = Session(runner, drafter).run(prompt, 60).steps
         return [(step.emitted, step.fed_candidates, step.fed_scratch) for step in done]
 
     assert steps(SelfDraft(corpus=empty)) == steps(SelfDraft())
-    assert len(steps(SelfDraft(corpus=known))) < len(steps(SelfDraft()))
-    assert {scratch for *_, scratch in steps(CorpusCache(known))} == {0} and len(steps(CorpusCache(known))) < 60
+    assert len(steps(SelfDraft(corpus=filled))) < len(steps(SelfDraft()))
+    assert {scratch for *_, scratch in steps(CorpusCache(filled))} == {0} and len(steps(CorpusCache(filled))) < 60
 
 
 def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):
@@ -224,9 +224,9 @@ def test_a_draft_model_with_self_draft_is_lossless_after_rejections_too(pseudo_r
     inner.begin(seq)
     rng = random.Random(0)
     for _ in range(30):
-        written = inner.write(seq, 8).tokens
-        assert written == runner.greedy(seq, 8)
-        seq = seq + written[: rng.randrange(9)] + [rng.randrange(6)]
+        answer = inner.write(seq, 8).tokens
+        assert answer == runner.greedy(seq, 8)
+        seq = seq + answer[: rng.randrange(9)] + [rng.randrange(6)]
     inner.write(seq, 8)
     assert all(tuple(seq[i + 1 : i + 5]) in drafter.cache.newest(seq[i]) for i in range(len(seq) - 4))
 

@@ -44,12 +44,12 @@ def test_candidates_are_the_tokens_most_probable_in_any_frame_with_their_probabi
     logits, num_candidates, has_blank
 ):
     logits = logits if has_blank else logits[..., :V]
-    found = choose(logits, torch.zeros(A, dtype=torch.long), V, num_candidates)
-    assert found.tokens.shape == (A, min(num_candidates, V)) and found.bias is None
-    for tokens, shown, distribution in zip(found.tokens, symbols(found), logits.softmax(-1), strict=True):
+    candidates = choose(logits, torch.zeros(A, dtype=torch.long), V, num_candidates)
+    assert candidates.tokens.shape == (A, min(num_candidates, V)) and candidates.bias is None
+    for tokens, probs, distribution in zip(candidates.tokens, symbols(candidates), logits.softmax(-1), strict=True):
         highest = distribution[:, :V].amax(0).argsort(descending=True)
         assert set(tokens) == set(highest[:num_candidates].tolist()) and len(set(tokens)) == len(tokens)
-        torch.testing.assert_close(shown, distribution[:, [*tokens.tolist(), V][: len(tokens) + has_blank]])
+        torch.testing.assert_close(probs, distribution[:, [*tokens.tolist(), V][: len(tokens) + has_blank]])
 
 
 @pytest.mark.parametrize("num_candidates", [4, 99])
@@ -57,11 +57,11 @@ def test_with_a_bias_row_l_is_the_distribution_after_candidate_l_and_the_last_ro
     logits, markov, num_candidates
 ):
     roots = torch.tensor([2, 7, 0])
-    found = choose(logits, roots, V, num_candidates, markov)
-    for tokens, root, own, shown in zip(found.tokens, roots, logits, distributions(found), strict=True):
+    candidates = choose(logits, roots, V, num_candidates, markov)
+    for tokens, root, frames, probs in zip(candidates.tokens, roots, logits, distributions(candidates), strict=True):
         before = torch.cat([torch.tensor(tokens), root[None]])
-        expected = (own + markov(before)[:, None]).softmax(-1)  # (C + 1, T, V + 1)
-        torch.testing.assert_close(shown, expected[..., [*tokens.tolist(), V]])
+        expected = (frames + markov(before)[:, None]).softmax(-1)  # (C + 1, T, V + 1)
+        torch.testing.assert_close(probs, expected[..., [*tokens.tolist(), V]])
 
 
 def test_distributions_with_a_bias_are_the_same_under_autocast(logits, markov):
@@ -113,15 +113,15 @@ def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a
     roots = torch.tensor([2, 7, 0])
     logits = logits[..., :num_symbols]
     markov.right = torch.nn.Parameter(markov.right[:num_symbols], requires_grad=False)
-    found = choose(logits, roots, V, 3, markov)
-    for tokens, root, own, shown in zip(found.tokens, roots, logits, distributions(found), strict=True):
+    candidates = choose(logits, roots, V, 3, markov)
+    for tokens, root, frames, probs in zip(candidates.tokens, roots, logits, distributions(candidates), strict=True):
         before, columns = torch.cat([torch.tensor(tokens), root[None]]), [*tokens.tolist(), V][: 3 + (num_symbols > V)]
-        unlikely = own.softmax(-1)[:, :V].amax(0).argsort()[: V - 5]
+        unlikely = frames.softmax(-1)[:, :V].amax(0).argsort()[: V - 5]
         assert not set(tokens) & set(unlikely.tolist())
         bias = markov(before)
         bias[:, unlikely] = 0
-        raised = own.softmax(-1)[None] * bias.exp()[:, None]  # (C + 1, T, W)
-        torch.testing.assert_close(shown, raised[..., columns] / raised.sum(-1, keepdim=True))
+        raised = frames.softmax(-1)[None] * bias.exp()[:, None]  # (C + 1, T, W)
+        torch.testing.assert_close(probs, raised[..., columns] / raised.sum(-1, keepdim=True))
 
 
 def test_a_short_list_has_the_likely_tokens_and_the_likely_successors_of_the_root_and_of_these(monkeypatch):

@@ -66,16 +66,16 @@ def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
     depth, count = 4, 9
     trees = dynamic.grow((walk := Walk(2)).first(), walk.step, width, top_k, SearchLimits(count, depth, {1}))
     for root, tree in enumerate(trees):
-        beam, found = [()], []
+        beam, nodes = [()], []
         for _ in range(depth):
             children = []
             for path in beam:
                 best = Walk(2).logits(root, path).argsort(descending=True)[:top_k].tolist()
                 children += [(*path, token) for token in best]
-            found += children
+            nodes += children
             open_ones = [path for path in children if path[-1] != 1]
             beam = sorted(open_ones, key=lambda path: -walk.probability(root, path))[:width]
-        expected = sorted(found, key=lambda path: -walk.probability(root, path))[:count]
+        expected = sorted(nodes, key=lambda path: -walk.probability(root, path))[:count]
         check_tree(tree, V)
         assert paths_of(tree) == expected
 

@@ -105,11 +105,11 @@ def test_a_chain_continues_with_the_most_probable_child(literal_texts, kind, bia
     while children := [child for child in draft.every if child[:-1] == path]:
         path = max(children, key=draft.every.get)
         chain[path] = draft.every[path]
-    found = draft.search(99, 99, is_chain=True)
-    assert found == pytest.approx(chain)
-    paths = list(found)
+    nodes = draft.search(99, 99, is_chain=True)
+    assert nodes == pytest.approx(chain)
+    paths = list(nodes)
     assert list(draft.search(2, 99, is_chain=True)) == list(draft.search(99, 2, is_chain=True)) == paths[:2]
-    assert list(draft.search(99, 99, min_probability=found[paths[1]], is_chain=True)) == paths[:2]
+    assert list(draft.search(99, 99, min_probability=nodes[paths[1]], is_chain=True)) == paths[:2]
     assert list(draft.search(99, 99, {path[1]}, is_chain=True)) == paths[: path.index(path[1]) + 1]
 
 
@@ -118,8 +118,8 @@ def test_probability_outside_the_candidates_is_left_out(literal_texts):
     whole = Draft(literal_texts, "ctc", (4, 3))
     kept = whole.candidates._replace(tokens=TOKENS[None, :2], probs=whole.candidates.probs[..., :2])
     (tree,) = search(kept, SearchLimits(999, 9))
-    found = {tuple(tree.path_tokens(node)): p for node, p in enumerate(tree.probabilities)}
-    assert found == pytest.approx(whole.best(999, lambda path: 13 not in path))
+    probabilities = {tuple(tree.path_tokens(node)): p for node, p in enumerate(tree.probabilities)}
+    assert probabilities == pytest.approx(whole.best(999, lambda path: 13 not in path))
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
@@ -201,11 +201,11 @@ def test_a_batch_finds_for_each_draft_what_its_own_search_finds(data):
     blank = frames[..., -1] if is_ctc else None
     given_limits = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 6)), {3, 4}, data.draw(st.floats(0, 0.2))
     limits = SearchLimits(*given_limits, data.draw(st.booleans()))
-    found = search(Candidates(tokens, frames[..., :-1], blank, bias), limits)
-    assert len(found) == num_drafts
-    for draft, tree in enumerate(found):
+    trees = search(Candidates(tokens, frames[..., :-1], blank, bias), limits)
+    assert len(trees) == num_drafts
+    for draft, tree in enumerate(trees):
         here = slice(draft, draft + 1)
         own_bias = bias and Bias(*(part[here] for part in bias))
         own_blank = None if blank is None else blank[here]
-        (own,) = search(Candidates(tokens[here], frames[here, :, :-1], own_blank, own_bias), limits)
-        assert tree == own and tree.probabilities == own.probabilities
+        (alone,) = search(Candidates(tokens[here], frames[here, :, :-1], own_blank, own_bias), limits)
+        assert tree == alone and tree.probabilities == alone.probabilities

@@ -50,8 +50,8 @@ def test_a_connection_that_waits_for_a_head_is_closed(connect, monkeypatch, capf
 
 
 def test_a_connection_is_kept_while_its_request_is_answered(server, connect, monkeypatch):
-    monkeypatch.setattr(app, "HEAD_SECONDS", 0.001)
-    body = json.dumps(ASKED | {"max_tokens": 300, "stream": True})
+    monkeypatch.setattr(app, "HEAD_SECONDS", 0.2)  # its answer takes longer
+    body = json.dumps(ASKED | {"max_tokens": 1000, "stream": True})
     connection = connect()
     connection.sendall(f"{HEAD}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     assert "data: [DONE]" in read_all(connection)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from inference import generate
 from inference.serve.app import AnswerText
@@ -71,7 +72,7 @@ def test_a_step_may_pass_over_a_stop_string(server):
     assert any(text_alone(server.base, stop)[1] not in ends for stop in STOPS)
 
 
-class Pieces:
+class Pieces(PreTrainedTokenizerBase):
     """A tokenizer whose tokens are these texts."""
 
     def __init__(self, texts):

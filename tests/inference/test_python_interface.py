@@ -262,7 +262,7 @@ def test_a_base_without_chat_template_refuses_messages_but_reads_texts(base):
 def folder(chat, make_random_ctc, tmp_path_factory):
     """A folder of a drafter for the base, untrained, and one that is none."""
     folder = tmp_path_factory.mktemp("drafters") / "ctc"
-    arguments = {"num_frames": 3, "num_labels": 2, "draft": {"num_nodes": 4, "top_k": 3}}
+    arguments = {"trunk": {"num_frames": 3}, "loss": {"num_labels": 2}, "draft": {"num_nodes": 4, "top_k": 3}}
     config = DrafterConfig("drafters.CTC", arguments, chat.shape, "tiny-chat", tokenizer_hash(chat.tokenizer))
     torch.manual_seed(0)
     save(folder, config.build(), config)

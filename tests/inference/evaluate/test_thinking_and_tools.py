@@ -1,7 +1,9 @@
 """Questions with a system prompt and tools, and reasoning in answers, from the file of questions to the results."""
 
 import json
+import shutil
 from copy import deepcopy
+from datetime import date
 
 import pytest
 import torch
@@ -109,3 +111,21 @@ def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder
     assert results.conditions.template == "tokenizer:thinking=on"
     assert "Template: tokenizer:thinking=on" in capsys.readouterr().out
     assert "in reasoning" in (folder / "out" / "results.md").read_text()
+
+
+def test_the_results_keep_the_date_that_a_template_wrote_and_go_on_with_it(
+    folder, thinking_tokenizer, tmp_path, capsys
+):
+    dated = shutil.copytree(folder / "base", tmp_path / "base")
+    tokenizer = deepcopy(thinking_tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('w%d') }} {% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(dated)
+    asked = {"base": str(dated), "benchmark": ["embedded"], "limit": 1, "drafter": ["anpd"], "max_new_tokens": 3}
+    asked |= {"device": "cpu", "repeats": 1, "out": str(tmp_path / "out")}
+    evaluate(**grouped(evaluate, asked))
+    name = f"tokenizer:date={date.today()}"
+    assert read(tmp_path / "out").conditions.template == name and f"Template: {name}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"was started with template '{name}' instead of 'tokenizer:date=2025-03-04'"):
+        evaluate(**grouped(evaluate, asked | {"template": "tokenizer:date=2025-03-04"}))
+    evaluate(**grouped(evaluate, asked | {"template": name}))
+    assert "already held every answer" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_a_training_that_stopped_behind_its_last_step_has_the_time_of_its_checkp
 
 def test_the_time_of_a_resumed_training_is_that_of_the_steps_of_all_its_parts(monkeypatch):
     seconds = iter([100.0, 101.0, 103.0, 500.0, 504.0])  # the set-up before each part does not count
-    monkeypatch.setattr(experiment.time, "process_time", lambda: next(seconds))
+    monkeypatch.setattr(experiment, "time", SimpleNamespace(process_time=lambda: next(seconds)))
     first, second = experiment.TrainingTime(), experiment.TrainingTime()
     first.on_train_start(None, None)
     first.on_train_batch_end()

@@ -1,6 +1,7 @@
 """Progress on terminals and in logs, fingerprints of files, and checks of output paths."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from rich.progress import TaskProgressColumn
@@ -23,14 +24,14 @@ def test_a_bar_shows_what_is_done_on_a_terminal_only(capsys, monkeypatch, done, 
 
 @pytest.fixture
 def tick(monkeypatch):
-    """Let seconds pass for the clock of progress bars."""
+    """Let seconds pass for progress bars; the event loops of servers in this process keep the real clock."""
     now = 0.0
 
     def tick(seconds):
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(runs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr("rich.console.monotonic", lambda: now)
     return tick
 

@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -21,6 +22,12 @@ SEEN = {
     *(f"val/accepted_{depth}_or_more" for depth in range(1, 9)),
     *(f"val/accepted_{depth}_given_{depth - 1}" for depth in range(1, 9)),
 }
+
+
+def set_clock(monkeypatch, **functions):
+    """Give the callbacks a clock of their own: the event loops of servers in this process keep the real one."""
+    real = {"monotonic": time.monotonic, "perf_counter": time.perf_counter}
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(**real | functions))
 
 
 @pytest.mark.slow
@@ -48,7 +55,7 @@ def test_every_run_logs_speed_acceptance_by_depth_and_gradient_norms(call, write
 def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeypatch):
     """Two steps of 3 s after 1 s of waiting each, with a validation of 100 s between them."""
     clock = iter([1.0, 4.0, 104.0, 105.0, 108.0, 108.0])
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(clock))
+    set_clock(monkeypatch, perf_counter=clock.__next__)
     logged = {}
     module = SimpleNamespace(
         device=torch.device("cpu"), log=lambda name, value, **how: logged.update({name: float(value)})
@@ -70,7 +77,8 @@ def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeyp
 
 def test_the_time_left_ends_with_the_last_step_or_the_limit_of_time(monkeypatch, capsys):
     """Steps of 2 s, of 1,000; after the second there are 5 minutes left."""
-    monkeypatch.setattr(callbacks.time, "perf_counter", iter([0.0, 2.0, 2.0, 2.0, 4.0, 4.0]).__next__)
+    clock = iter([0.0, 2.0, 2.0, 2.0, 4.0, 4.0])
+    set_clock(monkeypatch, perf_counter=clock.__next__)
     module = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
     timer = Timer(timedelta(minutes=5))
     trainer = SimpleNamespace(global_step=0, log_every_n_steps=1, estimated_stepping_batches=1000, callbacks=[timer])
@@ -89,7 +97,7 @@ def test_each_validation_and_without_a_progress_bar_each_minute_says_how_far_the
     call, write_recipe, tmp_path, monkeypatch, minutes
 ):
     clock = iter(range(0, 10**6, 60 * minutes or 1))
-    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(clock))
+    set_clock(monkeypatch, monotonic=clock.__next__)
     said = call(run_lightning, "fit", "--config", write_recipe(tmp_path, log_every_n_steps=2)).succeeded().out
     lines = re.findall(
         rf"^step (\d), ((?:acceptance .* )?loss .*tokens a second): \d more take about {TIME}", said, re.M

@@ -55,7 +55,7 @@ def serving(base, drafter="anpd:order=2", api_key="", template="tokenizer"):
         yield Running(base, decoder, f"http://127.0.0.1:{place.getsockname()[1]}")
     finally:
         server.should_exit = True
-        thread.join(90)  # on a busy machine some request may still wait for its body
+        thread.join(30)
         assert not thread.is_alive()
 
 

@@ -36,7 +36,7 @@ def num_cores() -> int:
 
 def load_average() -> float | None:
     """Average number of threads that ran or waited for a core in the last minute; None if the system does not say."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def running_threads() -> float | None:

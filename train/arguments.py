@@ -35,7 +35,7 @@ class ExactParser(ArgumentParser):
                 name, known, 1, cutoff=0.75
             ):
                 message = f"{message[: found.end()]}: did you mean --{near[0]}?"
-        super().error(message, ex)
+        super().error(message.partition(". Got value: Namespace(")[0], ex)  # the names of the parser's own classes
 
 
 def load_bounded(text: str) -> Any:

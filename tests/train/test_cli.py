@@ -215,6 +215,7 @@ def test_no_key_is_abbreviated_at_any_depth_and_the_nearest_is_named(call, tmp_p
     words = (*option.split(), "3") if option.startswith("--") else ("--config", tmp_path / "own.yaml")
     line = call(run_lightning, "fit", "--config", "ctc.yaml", *words, "--print_config").one_line_error("lightning")
     assert f": did you mean {near}?" in line if near else "xyz" in line and "did you mean" not in line
+    assert "Namespace(" not in line
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ class GenerateOptions(SamplingOptions):
 
     tokenizer: PreTrainedTokenizerBase | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    eos: TokenId | Sequence[TokenId] | set[TokenId] | frozenset[TokenId] | None = None
+    eos: TokenId | list[TokenId] | set[TokenId] | frozenset[TokenId] | None = None
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
     logits_processor: Sequence[Callable[..., Any]] = ()
     check: bool = True

@@ -129,5 +129,5 @@ BENCHMARKS = {
         max_new_tokens=1024,
     ),
     "file": Benchmark(None, "", "turns", read_any, max_new_tokens=512),
-    "embedded": Benchmark("embedded", "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
+    "embedded": Benchmark("embedded", "", FIELDS, read_turns, max_new_tokens=256),
 }

@@ -72,7 +72,7 @@ class Benchmark:
     """A benchmark: its rows, how they are read and asked, and how the answers are scored."""
 
     source: str | None  # its rows, as `data.sources.read_rows` names them; None if it has no copy on the hub
-    download: str  # the file to download if the hub cannot be used, for error messages
+    download: str  # the file to download if the hub cannot be used, for error messages; empty if there is none
     fields: str  # of a row, for error messages
     read: Callable[[Mapping, int], Question]  # from a row and its index; the first turn is the question's plain text
     # Per answer: HumanEval, MBPP, GSM8K, CNN/DM and WMT16 as in section 4.1 of the Ouroboros paper, MT-Bench as in the

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 
 import pyarrow as pa
 import pytest
@@ -64,6 +65,12 @@ def test_the_embedded_corpus_is_read_by_name():
     assert list(read_rows("embedded:5")) == list(read_rows("embedded:9:0"))[:5]
     assert "has 4,000 conversations" in refusal("embedded:4001") and len(list(read_rows("embedded:1:3999"))) == 1
     assert "embedded:COUNT" in refusal("embedded:many") and "embedded:COUNT" in refusal("embedded:1:2:3")
+
+
+@pytest.mark.parametrize("config", sorted((conftest.ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_embedded_corpus_has_as_many_conversations_as_a_recipe_names(config):
+    for source in re.findall(r"embedded:\d+", config.read_text()):
+        assert len(list(read_rows(source))) == int(source.partition(":")[2])
 
 
 def test_json_lines_are_read_one_at_a_time(write, tmp_path):

@@ -21,7 +21,8 @@ from jinja2 import Environment, TemplateError, meta
 from rich.text import Text
 
 from data.conversations import REASONING, Conversation, Message, load_conversations, user_message
-from data.files import SafeConsole, check_encodable, short_hash
+from data.files import check_encodable, short_hash
+from data.safe_text import SafeConsole
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:

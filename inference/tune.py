@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from data.files import SafeConsole, short_hash, write_text
+from data.files import short_hash, write_text
+from data.safe_text import SafeConsole
 from data.tokenizer import find_base
 from drafters import Medusa
 from drafters.checks import check_at_least

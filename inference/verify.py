@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 from scipy import optimize, stats
 
-from data.files import SafeConsole
+from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.prompts import QuestionOptions

@@ -12,8 +12,10 @@ PACKAGES = ("data", "drafters", "inference", "train")
 # The parts of each package, lowest first: its modules and its folders. A part may import parts of lower lines only.
 LAYERS = {
     "data": """
-        batches files gguf
-        features tokenizer
+        batches safe_text
+        files
+        features gguf
+        tokenizer
         sources
         benchmarks conversations
         templates

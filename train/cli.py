@@ -16,7 +16,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from data.files import explained, output_lock, print_traceback, safe_line, safe_messages
+from data.files import explained, output_lock
+from data.safe_text import print_traceback, safe_line, safe_messages
 from data.tokenizer import shipped_folder
 
 

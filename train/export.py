@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from data.files import atomic_folder, code_span, escape_markdown, write_checksums, write_text
+from data.files import atomic_folder, write_checksums, write_text
+from data.safe_text import code_span, escape_markdown
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter

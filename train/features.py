@@ -29,8 +29,9 @@ from data.features import (
     unpack,
     write_shard,
 )
-from data.files import checksum, hash_of, safe_text
+from data.files import checksum, hash_of
 from data.rows import check_tokens, describe, lengths, tokenise
+from data.safe_text import safe_text
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch

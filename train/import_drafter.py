@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from data.files import code_span, escape_markdown, safe_line, write_text
+from data.files import write_text
+from data.safe_text import code_span, escape_markdown, safe_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig

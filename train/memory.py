@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from data.files import SafeConsole, cause_of
+from data.files import cause_of
 from data.rows import lengths
+from data.safe_text import SafeConsole
 from drafters.losses.chunks import CUDA_MAX_BYTES, chunks
 from drafters.nn.anchor_attention import AnchorMask
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch

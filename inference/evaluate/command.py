@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.benchmarks import Question, find_benchmark, needs_package, score
-from data.files import SafeConsole
+from data.safe_text import SafeConsole
 from data.templates import ReasoningMarks, with_date
 from inference import sandbox, timing
 from inference.evaluate import run as own_loop

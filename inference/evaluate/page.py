@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import atomic_write, delete_stale, safe_text, write_text
+from data.files import atomic_write, delete_stale, write_text
+from data.safe_text import safe_text
 from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from inference.evaluate import plots

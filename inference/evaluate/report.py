@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from data.files import SafeConsole, atomic_write, escape_markdown, safe_line, write_text
+from data.files import atomic_write, write_text
+from data.safe_text import SafeConsole, escape_markdown, safe_line
 from inference.evaluate import compare as comparison
 from inference.evaluate import recount, tables
 from inference.evaluate.page import find_decoder, write_page

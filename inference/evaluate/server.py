@@ -29,7 +29,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from data.benchmarks import Question
 from data.conversations import user_message
-from data.files import redacted, safe_line, validated
+from data.files import validated
+from data.safe_text import redacted, safe_line
 from data.templates import decode_answer
 from data.tokenizer import find_base
 from inference.evaluate import metrics, plan

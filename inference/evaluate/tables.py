@@ -10,7 +10,7 @@ from rich.console import JustifyMethod, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from data.files import escape_markdown, safe_line
+from data.safe_text import escape_markdown, safe_line
 from inference.evaluate.answers import Answer
 from inference.evaluate.breakdowns import LengthRange
 from inference.evaluate.compare import Difference

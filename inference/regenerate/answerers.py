@@ -14,7 +14,8 @@ import openai
 import torch
 
 from data.conversations import Message
-from data.files import redacted, validated
+from data.files import validated
+from data.safe_text import redacted
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base, base_hash

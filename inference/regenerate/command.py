@@ -9,7 +9,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, load_conversations, user_message
-from data.files import atomic_write, safe_text, short_hash, validated
+from data.files import atomic_write, short_hash, validated
+from data.safe_text import safe_text
 from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least

@@ -7,7 +7,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from data.files import check_files, read_json, reading, safe_line, validated
+from data.files import check_files, read_json, reading, validated
+from data.safe_text import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel import ParallelDrafter

@@ -51,7 +51,7 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
         raise ValueError(f"{out} is the folder that is read: give another one")
     source = read_public_checkpoint(Path(folder))
     kind = kind_of(source)
-    name = base or source.algorithm.verifier.name_or_path or source.config.get("target_model_name_or_path")
+    name = base or source.speculators.verifier.name_or_path or source.config.get("target_model_name_or_path")
     if not isinstance(name, str):
         raise ValueError("--base is missing: this drafter's config.json does not name the base it was trained for")
     dtype: Any = read_target(name).stored_dtype  # the base's own, so that copies of its weights are equal

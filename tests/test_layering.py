@@ -25,7 +25,7 @@ LAYERS = {
     "drafters": """
         tree
         protocol
-        checks public_formats recipe registry
+        checks dry_run public_formats recipe registry
         checkpoint losses nn
         trees
         training_free

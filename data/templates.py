@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 from rich.text import Text
 
+from data.computing_limit import computing_limit
 from data.conversations import REASONING, Conversation, Message, load_conversations, user_message
 from data.files import check_encodable, short_hash
 from data.safe_text import SafeConsole
@@ -192,26 +191,16 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
     if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         options["tokenizer_kwargs"] = {"verbose": False}
     apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
-    is_main = threading.current_thread() is threading.main_thread()  # signals reach no other
-    before = signal.signal(signal.SIGVTALRM, _stop) if is_main else None
+    expired = TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
     try:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
-        if any(message.get("tool_calls") for message in messages):
-            plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
-            messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
-        return apply(messages, **options)
+        with computing_limit(RENDER_SECONDS, expired):
+            if any(message.get("tool_calls") for message in messages):
+                plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+                messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+            return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
         check_encodable([messages, options])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-
-
-def _stop(*_: object) -> None:
-    raise TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
 
 
 def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) -> list[Message]:

@@ -12,7 +12,7 @@ PACKAGES = ("data", "drafters", "inference", "train")
 # The parts of each package, lowest first: its modules and its folders. A part may import parts of lower lines only.
 LAYERS = {
     "data": """
-        batches safe_text
+        batches computing_limit safe_text
         files
         features gguf
         tokenizer

@@ -2,15 +2,12 @@
 
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
-from typing import NoReturn
 
 from data.benchmarks.question import Benchmark, Question, Style, text
+from data.computing_limit import computing_limit
 
 # The instruction before each question in the GSM8K evaluation released with CTC-drafter (Apache-2.0).
 CTC_INSTRUCTION = (
@@ -85,7 +82,7 @@ def is_right_formula(reference: str, text: str) -> bool | None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeouts
     try:
-        with _time_limit(JUDGEMENT_SECONDS):
+        with computing_limit(JUDGEMENT_SECONDS, _Expired()):
             expected = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
             return bool(verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None))
     except _Expired:
@@ -94,25 +91,6 @@ def is_right_formula(reference: str, text: str) -> bool | None:
 
 class _Expired(BaseException):
     """Ends a judgement; math-verify catches every Exception."""
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_Expired` in the block once the process has computed for this long; other threads have no limit."""
-
-    def stop(*_: object) -> NoReturn:
-        raise _Expired
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
-        yield
-        return
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
 
 
 def _boxed(source: str, download: str, max_new_tokens: int) -> Benchmark:

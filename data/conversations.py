@@ -159,10 +159,10 @@ def parse(
     if isinstance(record, ValueError):
         raise record
     record = _object(record, "not a JSON object")
-    found = _take_columns(record)
-    turns = [_message(turn) for turn in _turns(found)]
+    columns = _take_columns(record)
+    turns = [_message(turn) for turn in _turns(columns)]
     system = turns.pop(0)[0] if turns and turns[0][0]["role"] == "system" else None
-    if prompt := found.get("system"):
+    if prompt := columns.get("system"):
         if not isinstance(prompt, str) or (system and system["content"] != prompt):
             raise ValueError("its system prompt is not a text, or another one than that of the first turn")
         system = {"role": "system", "content": prompt}
@@ -179,7 +179,7 @@ def parse(
             raise ValueError("an assistant turn is empty")
     first = [system] if system else []
     messages = (*first, *(message for message, _ in turns))
-    tools, name = _tools(found.get("tools")), record.get("id")
+    tools, name = _tools(columns.get("tools")), record.get("id")
     if system and "<tools>" in system["content"]:  # Hermes: the system prompt defines them already
         tools = ()
     conversation = Conversation(
@@ -261,35 +261,35 @@ def _from_json(value: Any, problem: str) -> Any:
 
 def _take_columns(record: dict) -> dict[str, Any]:
     """Remove from a record the columns that make up its messages, and return them by kind."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for kind, names in COLUMNS.items():
         held = [name for name in names if name in record]
         if kind == "turns":
             held = [name for name in held if isinstance(record[name], list) or str(record[name]).startswith("[")]
-        if held and not (found.get("turns") and kind in ("question", "context", "answer", "history")):
+        if held and not (columns.get("turns") and kind in ("question", "context", "answer", "history")):
             name = next((name for name in held if record[name]), held[0])
-            found["calls" if name == "answers" else kind] = value = record.pop(name)
+            columns["calls" if name == "answers" else kind] = value = record.pop(name)
             if name == "data":  # questions and answers in turn
-                found[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
-    return found
+                columns[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
+    return columns
 
 
-def _turns(found: dict[str, Any]) -> list:
+def _turns(columns: dict[str, Any]) -> list:
     """Return the turns of a record, as messages that are still to be checked."""
-    question, context, answer = (found.get(name) for name in ("question", "context", "answer"))
-    if turns := _from_json(found.get("turns"), "`conversations` or `messages` is not JSON"):
+    question, context, answer = (columns.get(name) for name in ("question", "context", "answer"))
+    if turns := _from_json(columns.get("turns"), "`conversations` or `messages` is not JSON"):
         return _exchanges(turns) or turns
     if isinstance(question, list):  # TRL: the messages of the prompt, and those of the completion
         return [*question, *(answer if isinstance(answer, list) else _exchanges([[None, answer]]))]
-    messages = _exchanges(found.get("history") or [])
-    if found.get("history") and not messages:
+    messages = _exchanges(columns.get("history") or [])
+    if columns.get("history") and not messages:
         raise ValueError("history is not a list of exchanges, such as [question, answer]")
     if question is not None or context is not None:
         parts = [part for part in (question, context) if isinstance(part, str) and part]
         messages += _exchanges([["\n\n".join(parts) if parts else question, answer]])
     if not messages:
         raise ValueError("no turns: neither `conversations` nor `messages` holds any")
-    calls = _from_json(found.get("calls"), "`answers` is not JSON")
+    calls = _from_json(columns.get("calls"), "`answers` is not JSON")
     return messages if calls is None else [*messages, {"role": "assistant", "tool_calls": calls}]
 
 
@@ -305,7 +305,7 @@ def _exchanges(values: Any) -> list[dict[str, Any]]:
 def _pair(value: Any) -> tuple[Any, Any] | None:
     """Return question and answer of an exchange; None if it is none."""
     if isinstance(value, dict):
-        return next(((value[asked], value.get(said)) for asked, said in PAIRS if asked in value), None)
+        return next(((value[first], value.get(second)) for first, second in PAIRS if first in value), None)
     return (*value, None)[:2] if isinstance(value, list) and 0 < len(value) < 3 else None
 
 

@@ -141,7 +141,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         code = error.errno if isinstance(error, OSError) else None
         # The tokenizers library raises plain exceptions.
         if isinstance(error, SafetensorError) or type(error) is Exception:
-            code = int(found[1]) if (found := RUST_ERROR.search(str(error))) else None
+            code = int(match[1]) if (match := RUST_ERROR.search(str(error))) else None
         if code not in DISK_ERRORS:
             raise
         raise DiskError(

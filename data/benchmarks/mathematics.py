@@ -31,7 +31,7 @@ def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     """Percentage of answers whose final number equals that of the reference."""
     pairs = zip(questions, texts, strict=True)
     numbers = [(final_number(text), final_number(question.reference or "")) for question, text in pairs]
-    right = [own is not None and own == expected for own, expected in numbers]
+    right = [number is not None and number == expected for number, expected in numbers]
     return {"exact match": 100 * sum(right) / len(right)}
 
 
@@ -66,9 +66,10 @@ def boxed_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     pairs = zip(questions, texts, strict=True)
     judgements = [is_right_formula(question.reference or "", text) for question, text in pairs]
     judged = [is_right for is_right in judgements if is_right is not None]
-    found = {"exact match": 100 * sum(judged) / len(judged)} if judged else {}
-    num_missing = len(judgements) - len(judged)
-    return found | ({"not judged": 100 * num_missing / len(judgements)} if num_missing else {})
+    scores = {"exact match": 100 * sum(judged) / len(judged)} if judged else {}
+    if num_missing := len(judgements) - len(judged):
+        scores["not judged"] = 100 * num_missing / len(judgements)
+    return scores
 
 
 @cache

@@ -51,10 +51,10 @@ def read_mbpp_plus(row: Mapping, index: int) -> Question:
 def read_livecodebench(row: Mapping, index: int) -> Question:
     """Read a row of LiveCodeBench: question_content, perhaps starter_code. Its tests are not run."""
     starter = row.get("starter_code") or ""
-    asked = text(row, "question_content")
+    problem = text(row, "question_content")
     form = f"Continue this code:\n\n```python\n{starter.rstrip()}\n```" if starter else "Read stdin, write to stdout."
     category = str(row.get("difficulty") or "coding")
-    return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
+    return Question(index, category, (f"{problem}\n\nSolve the problem in Python. {form}",))
 
 
 def pass_at_1(questions: Sequence[Question], texts: Sequence[str], run: Run) -> dict[str, float]:

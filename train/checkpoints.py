@@ -88,8 +88,8 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     nothing. Each checkpoint that is skipped is named on standard error. Raises ValueError if there are checkpoints, but
     none of them can be continued; if there is none at all, the path is None.
     """
-    found = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
-    names = sorted(found, key=lambda path: path.stem == "last")
+    paths = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
+    names = sorted(paths, key=lambda path: path.stem == "last")
     # A file with two names keeps `last`, which comes last in the list.
     unique = {path.resolve(): path for path in names if path.exists()}
     for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -117,8 +117,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with reading(path, "copy the whole checkpoint of DeepSpeed again"):
             return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
     if path.is_dir():
-        found = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
-        raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if found else ''}{', '.join(found)}")
+        files = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
+        raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if files else ''}{', '.join(files)}")
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: give the .ckpt that `lightning fit` wrote")
     return _load(path)

@@ -150,13 +150,13 @@ def _describe_training(saved: dict[str, Any]) -> dict[str, Any]:
 
 def check_written(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
     """Raise ValueError if a folder does not hold a drafter's weights, bit by bit, and its configuration."""
-    written, weights = load_file(folder / "model.safetensors"), drafter.state_dict()
+    stored, weights = load_file(folder / "model.safetensors"), drafter.state_dict()
     if invalid := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise ValueError(
             f"{invalid[0]} of the checkpoint holds numbers that are not finite: take an earlier checkpoint"
         )
-    differing = written.keys() ^ weights.keys()
-    differing |= {name for name in written.keys() - differing if not torch.equal(written[name], weights[name].cpu())}
+    differing = stored.keys() ^ weights.keys()
+    differing |= {name for name in stored.keys() - differing if not torch.equal(stored[name], weights[name].cpu())}
     if differing:
         raise ValueError(f"{min(differing)} was not written as it is in the checkpoint: the disk may be damaged")
     if json.dumps(asdict(checkpoint.read_config(folder))) != json.dumps(asdict(config)):

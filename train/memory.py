@@ -39,9 +39,10 @@ class MemoryEstimate(L.Callback):
         if stage != "fit" or not trainer.is_global_zero or not isinstance(pl_module, DrafterTraining) or data is None:
             return
         base, drafter = pl_module.base, pl_module.drafter
-        counts = (f"{sum(weight.numel() for weight in each.parameters()):,}" for each in (drafter, base.model))
-        what = "training {} parameters of {}; the base {} stays frozen ({} parameters, {})"
-        print(what.format(next(counts), type(drafter).__name__, base.name, next(counts), base.model.dtype))
+        print(
+            f"training {num_parameters(drafter):,} parameters of {type(drafter).__name__}; "
+            f"the base {base.name} stays frozen ({num_parameters(base.model):,} parameters, {base.model.dtype})"
+        )
         longest, max_tokens = max(lengths(data.train_set)), data.hparams["max_tokens"]
         fitting = max(1, max_tokens // longest) if max_tokens else data.hparams["batch_size"]
         size = min(data.hparams["batch_size"], fitting), longest
@@ -158,6 +159,11 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, address: int, num_bytes: int) -> None:
         self._storages.discard(address)
         self.now -= num_bytes
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of a module's weights."""
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def num_bytes(module: nn.Module) -> float:

@@ -224,21 +224,21 @@ class DrafterTraining(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another drafter, or one that was trained for another base."""
-        self.measured, theirs = checkpoint["measured"], checkpoint["base"]
+        self.measured, trained_for = checkpoint["measured"], checkpoint["base"]
         # Rotations and norms depend on more of the shape than the weights show.
-        ours = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
+        expected = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
         if self.trainer.state.fn == TrainerFn.FITTING:
-            ours["weights_hash"] = self.base_hash()
-        if differing := [name for name, value in ours.items() if theirs[name] != value]:
+            expected["weights_hash"] = self.base_hash()
+        if differing := [name for name, value in expected.items() if trained_for[name] != value]:
             raise ValueError(
-                f"the checkpoint was trained for {theirs['name']}, whose {differing[0]} is not that of "
+                f"the checkpoint was trained for {trained_for['name']}, whose {differing[0]} is not that of "
                 f"{self.base.name}: give model.base, model.base_dtype and model.initial_drafter as they were"
             )
         weights = checkpoint.get("state_dict", self.state_dict())  # a sharding strategy has loaded them already
-        mine, stored = ({(name, w.shape) for name, w in state.items()} for state in (self.state_dict(), weights))
-        if mine != stored:
+        shapes = {(name, weight.shape) for name, weight in self.state_dict().items()}
+        if other_shapes := shapes ^ {(name, weight.shape) for name, weight in weights.items()}:
             raise ValueError(
-                f"the checkpoint holds another drafter than the config ({min(mine ^ stored)[0]} differs): "
+                f"the checkpoint holds another drafter than the config ({min(other_shapes)[0]} differs): "
                 "pass the config it was trained with"
             )
 

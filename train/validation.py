@@ -127,21 +127,19 @@ def draft_answer(
 
 
 def simulated_steps(
-    trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int], max_nodes: int | None = None
+    trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int]
 ) -> Iterator[tuple[DraftTree, int]]:
     """Decode an answer with the trees that `draft_answer` drafted for it: yield each step's tree and emitted tokens.
 
     If the base writes this text greedily, these are the steps of a session. The one difference: a session under a
     length cap makes its last trees less deep. The first token of ``span``, the half-open range of the answer, is the
-    prefill's, which is no step. Of each tree only the first ``max_nodes`` are used, if given.
+    prefill's, which is no step.
     """
     start, end = span
     root = start
     while root < end - 1:
         tree = trees[root - start]
-        path = tree.follow(tokens[root + 1 : end])
-        num_accepted = len(path) if max_nodes is None else sum(node < max_nodes for node in path)
-        num_emitted = min(num_accepted + 1, end - 1 - root)
+        num_emitted = min(len(tree.follow(tokens[root + 1 : end])) + 1, end - 1 - root)
         yield tree, num_emitted
         root += num_emitted
 

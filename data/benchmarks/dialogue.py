@@ -91,43 +91,43 @@ BENCHMARKS = {
     # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
         "hub:HuggingFaceH4/mt_bench_prompts@e3a795c5e9a82ee40611c416b8a7786c73198991",
-        "question.jsonl of lm-sys/FastChat",
         FIELDS,
         read_turns,
         max_new_tokens=512,
+        download="question.jsonl of lm-sys/FastChat",
     ),
     "spec_bench": Benchmark(
         None,
-        "data/spec_bench/question.jsonl of hemingkx/Spec-Bench",
         FIELDS,
         read_spec_bench,
         max_new_tokens=1024,
+        download="data/spec_bench/question.jsonl of hemingkx/Spec-Bench",
         score=score_by_task,
     ),
     **{
         name: Benchmark(
             f"hub:nvidia/SPEED-Bench@487aa718444e816458d1a0a52bfce7a454285cf4:{configuration}:test",
-            f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
             "category, turns",
             read_any,
             max_new_tokens=1024,
+            download=f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
         )
         for name, configuration in SPEED_BENCH_CONFIGURATIONS.items()
     },
     "alpaca": Benchmark(
         "hub:tatsu-lab/alpaca@dce01c9b08f87459cf36a430d809084718273017",
-        "the instructions of tatsu-lab/stanford_alpaca as JSONL",
         "instruction, input (or turns)",
         read_instruction,
         max_new_tokens=512,
+        download="the instructions of tatsu-lab/stanford_alpaca as JSONL",
     ),
     "arena_hard": Benchmark(
         "hub:lmarena-ai/arena-hard-auto-v0.1@2a69efe86cff85c593cfd4c2b4491c128e52c6f1",
-        "question.jsonl of lmarena-ai/arena-hard-auto",
         "turns (or prompt)",
         read_any,
         max_new_tokens=1024,
+        download="question.jsonl of lmarena-ai/arena-hard-auto",
     ),
-    "file": Benchmark(None, "", "turns", read_any, max_new_tokens=512),
-    "embedded": Benchmark("embedded", "", FIELDS, read_turns, max_new_tokens=256),
+    "file": Benchmark(None, "turns", read_any, max_new_tokens=512),
+    "embedded": Benchmark("embedded", FIELDS, read_turns, max_new_tokens=256),
 }

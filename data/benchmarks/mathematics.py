@@ -22,7 +22,7 @@ MARKED = re.compile(rf"#{{3,}}[ ]*({NUMBER})[ .$%]*$", re.MULTILINE)
 JUDGEMENT_SECONDS = 10.0  # of processor time for one formula, most of which take milliseconds
 
 
-def read(row: Mapping, index: int) -> Question:
+def read_gsm8k(row: Mapping, index: int) -> Question:
     """Read a row of GSM8K: question, answer. The id is the index in the file."""
     return Question(index, "math", (text(row, "question"),), text(row, "answer"))
 
@@ -94,39 +94,23 @@ class _Expired(BaseException):
     """Ends a judgement; math-verify catches every Exception."""
 
 
-def _boxed(source: str, download: str, max_new_tokens: int) -> Benchmark:
+def _boxed(source: str, max_new_tokens: int) -> Benchmark:
     styles = {"boxed": Style("{question}" + BOX_INSTRUCTION), "plain": Style()}
     fields = "problem (or prompt), answer"
-    return Benchmark(source, download, fields, read_boxed, max_new_tokens, styles, boxed_match, package="math_verify")
+    return Benchmark(source, fields, read_boxed, max_new_tokens, styles, boxed_match, package="math_verify")
 
 
 BENCHMARKS = {
-    "math500": _boxed(
-        "hub:HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be:test",
-        "test.jsonl of HuggingFaceH4/MATH-500",
-        max_new_tokens=1024,
-    ),
-    "aime24": _boxed(
-        "hub:HuggingFaceH4/aime_2024@2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
-        "the problems of AIME 2024 as JSONL",
-        max_new_tokens=2048,
-    ),
-    "aime25": _boxed(
-        "hub:math-ai/aime25@563bb8404243c5f09de6ec262f2db674fe5bce9b:test",
-        "test.jsonl of math-ai/aime25",
-        max_new_tokens=2048,
-    ),
-    "aime26": _boxed(
-        "hub:MathArena/aime_2026@d2de22f3c656b4f56cf8981212186377d1e23bc3",
-        "the problems of AIME 2026 as JSONL",
-        max_new_tokens=2048,
-    ),
+    "math500": _boxed("hub:HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be:test", 1024),
+    "aime24": _boxed("hub:HuggingFaceH4/aime_2024@2fe88a2f1091d5048c0f36abc874fb997b3dd99a", 2048),
+    "aime25": _boxed("hub:math-ai/aime25@563bb8404243c5f09de6ec262f2db674fe5bce9b:test", 2048),
+    "aime26": _boxed("hub:MathArena/aime_2026@d2de22f3c656b4f56cf8981212186377d1e23bc3", 2048),
     "gsm8k": Benchmark(
         "hub:openai/gsm8k@740312add88f781978c0658806c59bc2815b9866:main:test",
-        "test.jsonl of openai/grade-school-math",
         "question, answer",
-        read,
+        read_gsm8k,
         max_new_tokens=256,
+        download="test.jsonl of openai/grade-school-math",
         styles={
             "plain": Style(),
             "ctc": Style(CTC_INSTRUCTION + "{question}"),

@@ -88,7 +88,8 @@ class TrainingStep:
                 self._train(self.drafter, batch, weights)
             peak = live.peak
         self.drafter.zero_grad()
-        return peak, step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.is_cuda)
+        estimate = step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.device.type)
+        return peak, estimate
 
     def _batch(self) -> TrainingBatch:
         hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids)

@@ -3,6 +3,7 @@
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,21 +72,21 @@ class Conversation:
 class Dropped:
     """Counts records that were left out, by reason, and remembers where the first of them are."""
 
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # places and reasons
     what: str = "records"  # what is counted, in the plural
-    unread: dict[str, int] = field(default_factory=dict)  # columns that were not read, in how many records
+    unread: Counter[str] = field(default_factory=Counter)  # columns that were not read, in how many records
 
     def add(self, reason: str, place: str) -> None:
         """Count one record, and remember it if it is among the first `NUM_EXAMPLES` of its reason."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] += 1
         if self.counts[reason] <= NUM_EXAMPLES and len(self.examples) < NUM_EXAMPLES * NUM_REASONS:
             self.examples.append(f"{place}: {reason}")
 
     @property
     def total(self) -> int:
         """Number of records left out, for any reason."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     def __str__(self) -> str:
         text, columns = f"no {self.what} dropped", _listed(self.unread, "{0} ({1:,})", "{} more")
@@ -95,13 +96,11 @@ class Dropped:
         return f"{text}\ncolumns not read, with the number of their {self.what}: {columns}" if columns else text
 
 
-def _listed(counts: Mapping[str, int], form: str, more: str) -> str:
+def _listed(counts: Counter[str], form: str, more: str) -> str:
     """The largest counts in a line, and what is left."""
-    entries = sorted(counts.items(), key=lambda entry: -entry[1])
-    rest = sum(count for _, count in entries[NUM_REASONS:])
-    return ", ".join(
-        [*(form.format(*entry) for entry in entries[:NUM_REASONS]), *([more.format(rest)] if rest else [])]
-    )
+    largest = counts.most_common(NUM_REASONS)
+    rest = counts.total() - sum(count for _, count in largest)
+    return ", ".join([form.format(*entry) for entry in largest] + ([more.format(rest)] if rest else []))
 
 
 def load_conversations(
@@ -139,7 +138,7 @@ def load_conversations(
 
 
 def parse(
-    record: object, index: int, requires_answers: bool = True, unread: dict[str, int] | None = None
+    record: object, index: int, requires_answers: bool = True, unread: Counter[str] | None = None
 ) -> Conversation:
     """Parse a record in ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
@@ -195,7 +194,7 @@ def parse(
         for name in record.keys() - NOT_READ:
             value = record[name]
             if value and isinstance(value, str | list | dict) and not (isinstance(value, str) and value in said):
-                unread[name] = unread.get(name, 0) + 1
+                unread[name] += 1
     return conversation
 
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _read(name: str) -> str:
+def _read_template(name: str) -> str:
     """A template of ours, whose lines are broken and indented for readers only."""
     lines = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").splitlines()
     return "".join(line.strip() for line in lines)
 
 
 # Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
-TEMPLATES = {name: _read(name) for name in ("vicuna_v1.1", "llama2_chat")}
+TEMPLATES = {name: _read_template(name) for name in ("vicuna_v1.1", "llama2_chat")}
 TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, ValueError
 )  # fmt: skip

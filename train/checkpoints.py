@@ -60,7 +60,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        with readable(path):
+        with reading_checkpoint(path):
             return super().load_checkpoint(path, *args, **options)
 
 
@@ -127,12 +127,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     if is_zipfile(path):  # torch does not compare the checksums in it
         check_complete(path)
-    with readable(path), torch.serialization.safe_globals(PLACEHOLDERS):
+    with reading_checkpoint(path), torch.serialization.safe_globals(PLACEHOLDERS):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @contextmanager
-def readable(path: str | Path) -> Iterator[None]:
+def reading_checkpoint(path: str | Path) -> Iterator[None]:
     """Turn what torch raises for a file that it cannot read, or that holds code, into ValueError."""
     try:
         yield

@@ -19,7 +19,7 @@ from train.checkpoints import read_checkpoint
 from train.formats import vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-Format = Literal["drafters", "vllm"]
+ExportFormat = Literal["drafters", "vllm"]
 ExportedDtype = Literal["bfloat16", "float16", "float32"]
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
@@ -29,7 +29,7 @@ def export(
     out: str,
     base: str | None = None,
     overwrite: bool = False,
-    format: Format = "drafters",
+    format: ExportFormat = "drafters",
     mask_token_id: int | None = None,
     dtype: ExportedDtype | None = None,
     push: str | None = None,

@@ -50,7 +50,7 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
     if place.exists() and place.samefile(folder):
         raise ValueError(f"{out} is the folder that is read: give another one")
     source = read_public_checkpoint(Path(folder))
-    kind = kind_of(source)
+    kind = method_of(source)
     name = base or source.speculators.verifier.name_or_path or source.config.get("target_model_name_or_path")
     if not isinstance(name, str):
         raise ValueError("--base is missing: this drafter's config.json does not name the base it was trained for")
@@ -74,7 +74,7 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
         print(f"left out: {part}")
 
 
-def kind_of(source: PublicCheckpoint) -> str:
+def method_of(source: PublicCheckpoint) -> str:
     """The method of a checkpoint: ``eagle``, ``eagle3``, ``dflash`` or ``dspark``; raise ValueError for another."""
     algorithm = source.config.get("speculators_model_type")
     if algorithm is not None:

@@ -16,11 +16,12 @@ from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, prepare_process
+from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
+from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, whole_weights
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -215,6 +216,10 @@ class DrafterTraining(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["measured"] = self.measured
+        if is_deepspeed(self.trainer):
+            weights = whole_weights(self.drafter)
+            if self.trainer.is_global_zero:
+                checkpoint[WHOLE_WEIGHTS] = {f"drafter.{name}": weight for name, weight in weights.items()}
         checkpoint["base"] = {
             "shape": vars(self.shape),
             "name": self.base.name,

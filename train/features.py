@@ -157,11 +157,8 @@ def features(
     check_tokens(texts, loaded.tokenizer, loaded.config.vocab_size)
     print(describe(texts))
     rows = [ShardRow(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
-    per_token, shard_bytes = (
-        bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype),
-        int(shard_megabytes * 2**20),
-    )
-    shards = divide_into_shards(rows, per_token, shard_bytes)
+    shard_bytes = int(shard_megabytes * 2**20)
+    shards = divide_into_shards(rows, bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype), shard_bytes)
     manifest = Manifest(
         base=base,
         base_hash=base_hash(loaded),

@@ -13,7 +13,8 @@ import torch
 
 import drafters
 from data.files import read_json, reading
-from data.tokenizer import find_folder, tokenizer_hash
+from data.hub import find_folder
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs

@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 
 from data.files import SafeConsole, short_hash, write_text
-from data.tokenizer import find_base
+from data.hub import find_base
 from drafters import Medusa
 from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter

@@ -12,7 +12,9 @@ PACKAGES = ("data", "drafters", "inference", "train")
 # The parts of each package, lowest first: its modules and its folders. A part may import parts of lower lines only.
 LAYERS = {
     "data": """
-        batches files gguf
+        batches files
+        hub
+        gguf
         features tokenizer
         sources
         benchmarks conversations
@@ -32,7 +34,7 @@ LAYERS = {
         block ctc hydra
     """,
     "inference": """
-        arguments journal runs sandbox timing
+        arguments bases journal runs sandbox timing
         verifier
         indexes prompts regenerate
         drafter_specs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.files import code_span, escape_markdown, safe_line, yaml_line
-from data.tokenizer import find_base, reason_of, split_revision
+from data.hub import find_base, reason_of, split_revision
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 

@@ -11,7 +11,7 @@ import torch
 
 from data.benchmarks import Question
 from data.files import hash_of
-from data.tokenizer import find_base
+from data.hub import find_base
 from drafters.checks import check_at_least
 from inference import drafter_specs
 from inference.evaluate.intervals import Count

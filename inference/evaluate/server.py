@@ -30,8 +30,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from data.benchmarks import Question
 from data.conversations import user_message
 from data.files import redacted, safe_line, validated
+from data.hub import find_base
 from data.templates import decode_answer
-from data.tokenizer import find_base
 from inference.evaluate import metrics, plan
 from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, from_json, to_json
 from inference.evaluate.breakdowns import DraftCounts, PositionRate

@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from data.files import check_files, read_json, reading, validated
-from data.tokenizer import load_pretrained
 from drafters.protocol import BaseShape
+from inference.bases import load_config
 from inference.verifier.base import load_base_info
 from inference.vllm.served_drafter import Algorithm
 
@@ -146,7 +145,7 @@ class Target:
 def read_target(name: str) -> Target:
     """Read a base's configuration, without its weights."""
     context_length = load_base_info(name).context_length  # its errors say what to do if there is no such base
-    config = load_pretrained(AutoConfig, name)
+    config = load_config(name)
     stored = str(config.dtype).removeprefix("torch.")
     dtype = stored if stored in ("bfloat16", "float16") else "float32"
     return Target(name, config.architectures or [], context_length, dtype)

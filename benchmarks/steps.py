@@ -85,7 +85,7 @@ def _measure(
             started = time.perf_counter()
             root = runner.forward([1], tree, RequiredOutputs()).logits[0].float()
             first_seconds[kind, count] = time.perf_counter() - started
-            runner.rollback()
+            runner.truncate(context)
             expected = root if expected is None else expected
             if base.model.dtype == torch.float32:
                 assert (root - expected).abs().max() <= 1e-3, f"{count} nodes change the root's logits"
@@ -127,7 +127,7 @@ def prefill(runner: Runner, context: int, reserve: int) -> None:
 
 def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:
     """Return the seconds of one step, and restore the cache."""
-    wait = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if runner.base.model.device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
     output = runner.forward([1], tree, RequiredOutputs())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, cast
+from weakref import WeakKeyDictionary
 
 from pydantic import Field
 from torch import nn
@@ -135,8 +136,15 @@ def generate(
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
             for prompt, sampler in zip(encoded, samplers, strict=True)
         ]
-    texts = [IncrementalDetokenizer(base.tokenizer).add(own.tokens, is_last=True) for own in generations]
-    return [Generated(text, own.tokens, own.steps, own.seconds) for text, own in zip(texts, generations, strict=True)]
+    return [
+        Generated(
+            IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True),
+            generation.tokens,
+            generation.steps,
+            generation.seconds,
+        )
+        for generation in generations
+    ]
 
 
 def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "anpd", **options: Any) -> Iterator[str]:
@@ -200,11 +208,9 @@ class IncrementalDetokenizer:
         return text[len(prefix) :] if text.startswith(prefix) else alone
 
 
-class _RunnerPool(dict[tuple[bool, bool], Runner]):
-    """A model's idle runners, by whether they are compiled and bit-identical; copies of the model start with none."""
-
-    def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
-        return _RunnerPool, ()
+# Each model's idle runners with the `model_state` they were made in, by whether they are compiled, bit-identical and
+# checked. An idle runner has no base: the entry of a model whose runners refer to it would never be freed.
+_idle: WeakKeyDictionary[Any, dict[tuple[bool, bool | None, bool], tuple[int, Runner]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -216,20 +222,18 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     `make_runner` does.
     """
     check_config(base)
-    model = base.model
-    # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
-    # never release its own key.
-    pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    kind = compile, bool(base.bitwise) if compile else base.wants_bitwise
-    runner = pool.pop(kind, None)
-    is_refused = runner and base.bitwise and runner.row_multiple is None
-    if not runner or runner.state != model_state(model) or (base.check and not runner.base.check) or is_refused:
+    runners, kind = _idle.setdefault(base.model, {}), (compile, base.bitwise, base.check)
+    state, runner = runners.pop(kind, (0, None))
+    if runner is not None and state == model_state(base.model):
+        runner.base = base
+    else:
         runner = make_runner(base, compile)
-    runner.base = base
+        state = model_state(base.model)
     try:
         yield runner
     finally:
-        pool[kind] = runner
+        del runner.base
+        runners[kind] = state, runner
 
 
 def _listed(prompts: Any) -> Sequence[Any]:

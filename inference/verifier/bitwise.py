@@ -8,8 +8,8 @@ reads its keys in two parts, which are split at a place that its position alone 
     tail     the keys after them, its own included, at most 64. Among them stand nodes that the row does not see; they
              are masked. The products add key by key, and a masked key adds exactly zero, so its place changes no bit
 
-The parts are merged by their log-sum-exp. `check.row_multiple` finds of which number of rows the products of a
-model keep their bits.
+The parts are merged by their log-sum-exp. `row_multiples` finds of which number of rows the products of a model keep
+their bits.
 """
 
 from __future__ import annotations

@@ -77,6 +77,9 @@ class Sampler(ABC):
     seed = 0
     """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
 
+    decides_argmaxes = False
+    """Whether the decisions are the argmaxes of the base's own logits."""
+
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = ScoreProcessors(processors)
 
@@ -106,10 +109,9 @@ class Sampler(ABC):
 class Greedy(Sampler):
     """Picks the most probable token, the first one if several are equally probable."""
 
-    @property
-    def decides_argmaxes(self) -> bool:
-        """Whether the decisions are the argmaxes of the base's own logits."""
-        return not self._processors
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        super().__init__(processors)
+        self.decides_argmaxes = not processors
 
     def decide(self, rows: TreeLogits) -> Tensor:
         processors = self._processors

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import text_of
 from data.files import check_encodable, reading
@@ -25,6 +25,9 @@ from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 BYTES = bytes | bytearray | memoryview  # which Python takes for lists of integers

@@ -1,5 +1,7 @@
 """The frozen base: loading it, its shape and weights, and the check that a drafter was trained for it."""
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import os
@@ -7,12 +9,12 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from data.gguf import is_gguf
 from data.hub import split_revision
@@ -25,6 +27,9 @@ from inference.bases import Dtype, load_config, load_model
 from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
@@ -141,13 +146,14 @@ class Base(_Sizes):
 
         config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(self.eos) or None, pad_token_id=0)
         model: Any = unwrap(self.model)
-        own, model.generation_config = model.generation_config, config  # whose options would be added to ours
+        # The options of the model's own configuration would be added to these.
+        before, model.generation_config = model.generation_config, config
         # Layers that are sharded over processes run in all of them, until the last one has finished.
         options = {"attention_mask": attention_mask, "synced_gpus": isinstance(model.base_model, FSDPModule)}
         try:
             return model.generate(input_ids, config, **options)[:, input_ids.shape[1] :]
         finally:
-            model.generation_config = own
+            model.generation_config = before
 
 
 def shape_of(config: PretrainedConfig) -> BaseShape:

@@ -20,7 +20,7 @@ from inference.verifier.bitwise import BLOCK, LOWEST, MAX_DEPTH, TAIL, StepKeys,
 from inference.verifier.cache import BufferCache
 from inference.verifier.check import check_config, check_once, difference, rounding_limits, usual_tokens
 from inference.verifier.draft_model import DraftRunner
-from inference.verifier.layers import PLAIN_MODEL_TYPES, run_base
+from inference.verifier.layers import PLAIN_MODEL_TYPES, cache_name, run_base
 from inference.verifier.packed import PackedLinear
 from inference.verifier.row_multiples import row_multiple
 from inference.verifier.runner import ForwardOutput, Runner
@@ -200,6 +200,7 @@ def compile_fixed(function: Callable[..., Any], name: str, device: torch.device)
     options: dict[str, Any] = {}
     if BACKEND == "inductor":  # which rounds less often than eager steps unless it is told to emulate them
         options["options"] = {"emulate_precision_casts": True, "triton.cudagraphs": device.type == "cuda"}
+    torch.compiler.assume_constant_result(cache_name)
     return torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND, **options)
 
 

@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -68,14 +67,14 @@ def model_logits(model: Any, input_ids: Tensor, num_logits: int) -> Tensor:
     return model(input_ids, use_cache=False, **keep).logits[:, -num_logits:]
 
 
-@torch.compiler.assume_constant_result
-def _cache_name(model_class: Any) -> str:
+def cache_name(model_class: Any) -> str:
+    """The name of the argument that takes the cache, since transformers 5.24 ``cache``; a constant when compiling."""
     return "cache" if takes_argument(model_class, "cache") else "past_key_values"
 
 
 def cache_argument(module: Any, cache: Cache) -> dict[str, Cache]:
-    """Return the cache as a keyword argument of a model or layer: since transformers 5.24 it is named ``cache``."""
-    return {_cache_name(module.__class__): cache}
+    """Return the cache as a keyword argument of a model or layer."""
+    return {cache_name(module.__class__): cache}
 
 
 def run_base(

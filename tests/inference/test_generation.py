@@ -304,11 +304,12 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
 def test_the_package_exports_its_names_and_imports_lazily(repository):
     code = (
         "import sys, inference; print('torch' in sys.modules); "
-        "import inference.generation, inference.speculation; "
+        "from inference import generate; slow = {'torch._dynamo', 'transformers.modeling_utils', 'datasets', 'pandas'}; "
+        "print(slow.isdisjoint(sys.modules)); import inference.generation, inference.speculation; "
         "from inference import generate, speculate; print(callable(generate), callable(speculate))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "True"]
+    assert done.stdout.split() == ["False", "True", "True", "True"]
     assert all(getattr(inference, name) for name in inference.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         inference.nothing  # noqa: B018

@@ -14,6 +14,7 @@ import torch
 from rich.table import Table
 from rich.text import Text as RichText
 from scipy import special, stats
+from transformers import PreTrainedTokenizerBase
 
 from data.files import SafeConsole
 from drafters.protocol import NoDrafter
@@ -112,36 +113,32 @@ def verify(
             for name, session in bars.track(sessions.items(), description="verify")
         }
         if is_sampled and texts:
-            tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
-            requests, num_texts = list[TextRequest](), -(-texts // len(tested))
-            for index, prompt in enumerate(tested):  # each has seeds that no other one has
-                seeded = replace(sampling, seed=sampling.seed + index * num_texts)
-                num_tokens = min(text_tokens, base.context_length - len(prompt))
-                requests.append(TextRequest(prompt, num_tokens, seeded, num_texts))
+            requests = text_requests(base, prompts[:MAX_TESTED_PROMPTS], sampling, texts, text_tokens)
             references = [sample_base(base, request) for request in requests]
             for name, session in bars.track(sessions.items(), description="distribution"):
                 drafted = [sample_drafted(session, request) for request in requests]
                 tests[name] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))
 
     console.print(_table(comparisons, tests, len(prompts)))
-    for name in drawing:
-        untested = "" if name in tests else ", and its distribution was not tested (--texts 0)"
-        console.print(f"{name} samples its drafts: its texts are others under the same seed{untested}.")
-    compared = {name: comparison for name, comparison in comparisons.items() if name not in drawing}
-    for name, comparison in compared.items():
-        for divergence in comparison.divergences[:MAX_SHOWN_DIVERGENCES]:
-            console.print(_describe(divergence, name, base), style="red")
-        if not comparison.divergences and comparison.is_rounded:
-            console.print(f"{name}: texts are equal, and logits differ in a bit", style="red")
-    biased = [name for name, test in tests.items() if test.p_value <= ERROR_RATE / len(tests)]
+    are_different = False
+    for name, comparison in comparisons.items():
+        if name in drawing:
+            untested = "" if name in tests else ", and its distribution was not tested (--texts 0)"
+            console.print(f"{name} samples its drafts: its texts are others under the same seed{untested}.")
+        for line in [] if name in drawing else comparison.differences(name, base.tokenizer):
+            console.print(line, style="red")
+            are_different = True
+    are_biased = False
     for name, test in tests.items():
-        console.print(_describe_test(test, name, name in biased), style="red" if name in biased else "")
-    if not (biased or any(comparison.divergences or comparison.is_rounded for comparison in compared.values())):
+        is_biased = test.p_value <= ERROR_RATE / len(tests)
+        console.print(_describe(test, name, is_biased), style="red" if is_biased else "")
+        are_biased |= is_biased
+    if not (are_different or are_biased):
         result = "every answer is the base's own, token for token"
         if drawing:
             result = "no difference from the base was found" if tests else "where it was compared"
         console.print(f"Nothing is lost: {result}.", style="green")
-    elif biased or alone or model.dtype == "float32":
+    elif are_biased or alone or model.dtype == "float32":
         sys.exit(1)
 
 
@@ -183,10 +180,19 @@ class Comparison:
     divergences: list[Divergence]  # of each other prompt
     num_equal_logits: int | None = None  # prompts with the same logits bit for bit; None if that is not asked
 
-    @property
-    def is_rounded(self) -> bool:
-        """Whether logits differ, bit by bit, though the texts are equal."""
-        return self.num_equal_logits is not None and self.num_equal_logits < self.num_identical
+    def differences(self, drafter: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """A line for each of the first divergences, or one if only logits differ."""
+        lines = []
+        for divergence in self.divergences[:MAX_SHOWN_DIVERGENCES]:
+            tokens = divergence.base_token, divergence.drafted_token
+            base_text, drafted = (repr(tokenizer.decode([token])) for token in tokens)
+            lines.append(
+                f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes "
+                f"{base_text}, with the drafter {drafted}; logit gap {divergence.logit_gap:.3g}"
+            )
+        if not lines and self.num_equal_logits is not None and self.num_equal_logits < self.num_identical:
+            lines.append(f"{drafter}: texts are equal, and logits differ in a bit")
+        return lines
 
 
 class DecodedText(NamedTuple):
@@ -251,14 +257,6 @@ def first_divergence(base: Base, index: int, prompt: list[int], expected: list[i
     return Divergence(index, position, token, drafted, (logits[token] - logits[drafted]).item())
 
 
-def _describe(divergence: Divergence, drafter: str, base: Base) -> str:
-    token, drafted = (base.tokenizer.decode([token]) for token in (divergence.base_token, divergence.drafted_token))
-    return (
-        f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes "
-        f"{token!r}, with the drafter {drafted!r}; logit gap {divergence.logit_gap:.3g}"
-    )
-
-
 # ---- distributions
 
 
@@ -269,6 +267,17 @@ class TextRequest(NamedTuple):
     num_tokens: int
     sampling: SamplingOptions
     num_texts: int
+
+
+def text_requests(
+    base: Base, prompts: Sequence[Prompt], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> list[TextRequest]:
+    """Divide texts among prompts, each of which gets seeds that no other one has."""
+    num_texts, requests = -(-num_texts // len(prompts)), []
+    for index, (prompt, _) in enumerate(prompts):
+        seeded = replace(sampling, seed=sampling.seed + index * num_texts)
+        requests.append(TextRequest(prompt, min(num_tokens, base.context_length - len(prompt)), seeded, num_texts))
+    return requests
 
 
 @torch.inference_mode()
@@ -379,7 +388,7 @@ def detectable_bias(tables: Sequence[np.ndarray], level: float) -> float | None:
     return bias * float(np.mean(rare)) if bias <= 1 else None
 
 
-def _describe_test(test: EqualityResult, drafter: str, is_biased: bool) -> str:
+def _describe(test: EqualityResult, drafter: str, is_biased: bool) -> str:
     outcome = "another distribution than the base's" if is_biased else "no difference from the base's distribution"
     power = "it could find no bias: the base writes hardly more than one text here, so raise the temperature"
     if test.detectable is not None:

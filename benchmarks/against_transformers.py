@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.harness import ResultTable, alternate, main, show
 from inference import drafter_specs
+from inference.bases import Dtype
 from inference.prompts import QuestionOptions
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
-from inference.verifier.runner import Runner
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
+from inference.verifier.compiled import make_runner
 from inference.verifier.session import Session
 
 NONE = "none"
@@ -81,7 +82,7 @@ def theirs(base: Base, max_new_tokens: int, **options: Any) -> Decode:
 
 def ours(base: Base, spec: str, max_new_tokens: int) -> Decode:
     """Decode with a drafter in a session of its own."""
-    runner = Runner(base)
+    runner = make_runner(base)
     session = Session(runner, drafter_specs.make(spec, runner))
 
     def decode(prompt: list[int]) -> tuple[list[int], int]:

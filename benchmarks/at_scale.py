@@ -26,7 +26,8 @@ from inference.evaluate.answers import Answer, answer_questions, comparable, med
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
-from inference.verifier.packed import PackedLinear, pack_weights
+from inference.verifier.compiled import make_runner
+from inference.verifier.packed import PackedLinear, large_layers, pack_weights, smallest_packed
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step
 from train.callbacks import peak_bytes
@@ -79,7 +80,7 @@ def at_scale(
     small = load_base(base, "float32", resolve_device(device))
     options = QuestionOptions([benchmark], limit, rows, max_new_tokens, TEMPLATE)
     (prompts,) = options.select(small, options.load()).values()
-    drafters = {name: drafter_specs.make(spec, Runner(small)) for name, spec in specs.items()}
+    drafters = {name: drafter_specs.make(spec, make_runner(small)) for name, spec in specs.items()}
     at_own_shape = decode(small, drafters, prompts.questions, max_new_tokens, 1, f"{base} at its own shape")
     small_answers = {name: each[0] for name, each in at_own_shape.items()}
     wide_vocab = max(vocab_size, small.shape.vocab_size)
@@ -87,7 +88,7 @@ def at_scale(
     num_parameters = _num_parameters(wide.model)
     if packed:
         (pack_alone if packed == "alone" else pack_weights)(wide.model)
-    runner = Runner(wide)
+    runner = make_runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     answers = decode(wide, wide_drafters, prompts.questions, max_new_tokens, repeats, wide.name)
     result: dict[str, Any] = {
@@ -127,7 +128,9 @@ class PackedAlone(PackedLinear):
 def pack_alone(model: Any) -> None:
     """Let packed weights replace the plain ones of a base, except for those of the LM head, which drafters read."""
     kept = model.get_output_embeddings().weight
-    pack_weights(model, make=lambda linear, _: (PackedLinear if linear.weight is kept else PackedAlone)(linear))
+    for parent, name in large_layers(model, smallest_packed(model)):
+        linear = getattr(parent, name)
+        setattr(parent, name, PackedLinear(linear) if linear.weight is kept else PackedAlone(linear))
 
 
 def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
@@ -150,7 +153,7 @@ def decode(
     title: str,
 ) -> dict[str, list[list[Answer]]]:
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
-    runner = Runner(base)
+    runner = make_runner(base)
     sessions = {name: Session(runner, each) for name, each in drafters.items()}
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
     with progress_bars(transient=True) as bars:
@@ -171,7 +174,7 @@ def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
     init_args = checkpoint.read_config(Path(str(drafter_specs.split(spec).file))).init_args
     if isinstance(drafter, LearnedDrafter):
         return widen_drafter(drafter, init_args, small.shape, runner.base)
-    merged = cast(Merged, drafter_specs.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
+    merged = cast(Merged, drafter_specs.make(spec, make_runner(small)))  # anew, as the first one knows the texts by now
     merged.learned = widen_drafter(merged.learned, init_args, small.shape, runner.base)
     return merged
 

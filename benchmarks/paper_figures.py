@@ -13,11 +13,12 @@ from data.benchmarks.texts import bleu_and_chrf, rouge
 from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
+from inference.bases import Dtype
 from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.regenerate.answerers import decode_batch
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
+from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
 FORGETTING = "shuffled, no phrase kept from text to text"
@@ -117,7 +118,7 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
     """Count how many tokens of a draft match the base, beside those that are accepted."""
     table = ResultTable("Matches of drafts (Ouroboros, Table 1)", ["benchmark", "#Match", "#Accept"])
     for name, own in asked.items():
-        runner = Runner(base)
+        runner = make_runner(base)
         drafter = Matches(DraftModelSession(drafter_specs.model_runner(draft_model, base)), num_draft)
         for prompt in own.prompts:
             Session(runner, drafter).run(prompt, max_new_tokens, base.eos)
@@ -138,7 +139,7 @@ def orders(base: Base, spec: str, asked: Asked, max_new_tokens: int) -> ResultTa
     arranged[FORGETTING] = shuffled
     table = ResultTable("Order of tasks (Ouroboros, Table 17)", ["order", "acceptance length", "draft forwards/token"])
     for name, prompts in arranged.items():
-        runner = Runner(base)
+        runner = make_runner(base)
         session = Session(runner, drafter_specs.make(spec + ",history=false" * (name == FORGETTING), runner))
         steps = [step for prompt in prompts for step in session.run(prompt, max_new_tokens, base.eos).steps[1:]]
         num_tokens, forwards = sum(step.emitted for step in steps), sum(step.draft_forwards for step in steps)

@@ -37,7 +37,7 @@ from drafters.tree import DraftTree
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 from inference.verifier.base import Base
-from inference.verifier.runner import Runner
+from inference.verifier.compiled import make_runner
 from inference.verifier.session import PHASES, Session, Step
 
 NUM_NODES = 64  # of the draft, counted before the transform
@@ -132,7 +132,7 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
     config = checkpoint.read_config(folder)
     draft = config.init_args.get("draft", {}) | {"num_nodes": NUM_NODES}
     config = replace(config, init_args=config.init_args | {"draft": draft})
-    runner = Runner(base)
+    runner = make_runner(base)
     sessions, clocks = {"none": Session(runner, NoDrafter())}, dict[str, dict[str, float]]()
     kind = config.class_path.rpartition(".")[2]
     for way, build in WAYS[kind].items():

@@ -15,7 +15,8 @@ import torch
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
+from inference.bases import Dtype
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import NUM_ROWS, make_runner
 from inference.verifier.runner import Runner
 
@@ -85,7 +86,7 @@ def _measure(
             started = time.perf_counter()
             root = runner.forward([1], tree, RequiredOutputs()).logits[0].float()
             first_seconds[kind, count] = time.perf_counter() - started
-            runner.rollback()
+            runner.truncate(context)
             expected = root if expected is None else expected
             if base.model.dtype == torch.float32:
                 assert (root - expected).abs().max() <= 1e-3, f"{count} nodes change the root's logits"
@@ -127,7 +128,7 @@ def prefill(runner: Runner, context: int, reserve: int) -> None:
 
 def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:
     """Return the seconds of one step, and restore the cache."""
-    wait = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
+    wait = torch.cuda.synchronize if runner.base.model.device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
     output = runner.forward([1], tree, RequiredOutputs())

@@ -17,7 +17,8 @@ from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_l
 from benchmarks.recipes import grouped
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from inference.verifier.base import Base, Dtype, resolve_device
+from inference.bases import Dtype
+from inference.verifier.base import Base, resolve_device
 from train.cli import find_config
 from train.features import compute_features
 from train.memory import LiveBytes, step_bytes

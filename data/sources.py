@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import cause_of, open_bytes, parse_line, read_json, reading
-from data.tokenizer import cached_if_unreachable
+from data.hub import cached_if_unreachable
 
 Rows = Iterator[tuple[str, object]]
 

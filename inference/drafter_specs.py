@@ -13,7 +13,8 @@ import torch
 
 import drafters
 from data.files import read_json, reading
-from data.tokenizer import find_folder, tokenizer_hash
+from data.hub import find_folder
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs
@@ -21,8 +22,10 @@ from drafters.registry import MODULES, Registration, find_class, learned, regist
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.arguments import must_be
-from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base
-from inference.verifier.draft_model import DraftModelSession, DraftRunner, Lenient
+from inference.bases import Dtype
+from inference.verifier.base import Base, BaseConfig, check_fit, load_base
+from inference.verifier.compiled import make_runner
+from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
@@ -271,8 +274,7 @@ def model_runner(folder: str, base: Base) -> Runner:
             f"the draft model {folder} has another tokenizer ({len(model.tokenizer)} tokens) than the base {base.name} "
             f"({len(base.tokenizer)} tokens): pass a model with the same tokenizer"
         )
-    size = base.model.config.vocab_size
-    return Runner(model) if model.model.config.vocab_size == size else DraftRunner(model, size)
+    return make_runner(model, vocab_size=base.config.vocab_size)
 
 
 @lru_cache(maxsize=4)

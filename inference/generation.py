@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+from weakref import WeakKeyDictionary
 
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from data.conversations import text_of
 from data.files import check_encodable, reading
@@ -24,6 +25,9 @@ from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 BYTES = bytes | bytearray | memoryview  # which Python takes for lists of integers
@@ -135,8 +139,15 @@ def generate(
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
             for prompt, sampler in zip(encoded, samplers, strict=True)
         ]
-    texts = [IncrementalDetokenizer(base.tokenizer).add(own.tokens, is_last=True) for own in generations]
-    return [Generated(text, own.tokens, own.steps, own.seconds) for text, own in zip(texts, generations, strict=True)]
+    return [
+        Generated(
+            IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True),
+            generation.tokens,
+            generation.steps,
+            generation.seconds,
+        )
+        for generation in generations
+    ]
 
 
 def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "anpd", **options: Any) -> Iterator[str]:
@@ -200,11 +211,9 @@ class IncrementalDetokenizer:
         return text[len(prefix) :] if text.startswith(prefix) else alone
 
 
-class _RunnerPool(dict[tuple[bool, bool], Runner]):
-    """A model's idle runners, by whether they are compiled and bit-identical; copies of the model start with none."""
-
-    def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
-        return _RunnerPool, ()
+# Each model's idle runners with the `model_state` they were made in, by whether they are compiled, bit-identical and
+# checked. An idle runner has no base: the entry of a model whose runners refer to it would never be freed.
+_idle: WeakKeyDictionary[Any, dict[tuple[bool, bool | None, bool], tuple[int, Runner]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -216,20 +225,18 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     `make_runner` does.
     """
     check_config(base)
-    model = base.model
-    # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
-    # never release its own key.
-    pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    kind = compile, bool(base.bitwise) if compile else base.wants_bitwise
-    runner = pool.pop(kind, None)
-    is_refused = runner and base.bitwise and runner.row_multiple is None
-    if not runner or runner.state != model_state(model) or (base.check and not runner.base.check) or is_refused:
+    runners, kind = _idle.setdefault(base.model, {}), (compile, base.bitwise, base.check)
+    state, runner = runners.pop(kind, (0, None))
+    if runner is not None and state == model_state(base.model):
+        runner.base = base
+    else:
         runner = make_runner(base, compile)
-    runner.base = base
+        state = model_state(base.model)
     try:
         yield runner
     finally:
-        pool[kind] = runner
+        del runner.base
+        runners[kind] = state, runner
 
 
 def _listed(prompts: Any) -> Sequence[Any]:

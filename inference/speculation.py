@@ -113,12 +113,14 @@ class Speculation:
             call = model_kwargs if "streamer" in model_kwargs else find_generate_call(model)
             streamer, assistant = call["streamer"], call.get("assistant_model")
             model_kwargs.pop("streamer", None)
-            max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
-            ends = [each.eos_token_id.flatten() for each in stopping_criteria if type(each) is EosTokenCriteria]
-            eos = frozenset(torch.cat(ends).tolist() if ends else [])
-            criteria = StoppingCriteriaList(
-                each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
-            )
+            max_lengths, eos, criteria = list[int](), set[int](), StoppingCriteriaList()
+            for criterion in stopping_criteria:
+                if type(criterion) is MaxLengthCriteria:
+                    max_lengths.append(criterion.max_length)
+                elif type(criterion) is EosTokenCriteria:
+                    eos.update(criterion.eos_token_id.flatten().tolist())
+                else:
+                    criteria.append(criterion)
             check_supported(generation_config, assistant, model_kwargs)
             if len(input_ids) > 1:
                 check_supported_in_batch(generation_config, logits_processor, criteria, streamer)
@@ -134,7 +136,7 @@ class Speculation:
                     if generation_config.do_sample:
                         sampler = KeyedSampler(seed=int(torch.randint(2**62, ())), processors=used)
                     session = Session(runner, self._drafter(runner), sampler)
-                    steps = session.decode(prompt, max_new_tokens, eos)
+                    steps = session.decode(prompt, max_new_tokens, frozenset(eos))
                     self.generations.append(_collect(steps, input_ids[row], criteria, streamer, processors))
         finally:
             self._in_use.release()
@@ -338,4 +340,4 @@ class _ProcessorsOfOneText(LogitsProcessor):
 
     def recorded(self, name: str, num_tokens: int) -> tuple[Tensor, ...] | None:
         """The scores or logits (1, V) that decided the first tokens, or None if ``generate`` does not return them."""
-        return tuple(each[name] for each in self._recorded[:num_tokens]) if name in self.returned else None
+        return tuple(record[name] for record in self._recorded[:num_tokens]) if name in self.returned else None

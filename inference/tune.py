@@ -21,8 +21,8 @@ import torch
 from rich.table import Table
 
 from data.files import short_hash, write_text
+from data.hub import find_base
 from data.safe_text import SafeConsole
-from data.tokenizer import find_base
 from drafters import Medusa
 from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
@@ -31,6 +31,7 @@ from inference import drafter_specs
 from inference.prompts import QuestionOptions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
+from inference.verifier.compiled import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
@@ -121,7 +122,7 @@ def tune(
         "decoding": [max_new_tokens, *vars(sampling).values()],
         "machine": [model.dtype, base.model.device.type, torch.get_num_threads()],
     }
-    runner, sampler, path = Runner(base), sampling.sampler(), folder / "study.db"
+    runner, sampler, path = make_runner(base), sampling.sampler(), folder / "study.db"
     tuner = Tuner(runner, prompts, max_new_tokens, sampler, drafter, search.objective, folder, settings)
     folder.mkdir(parents=True, exist_ok=True)
     with storage_errors(path):

@@ -7,13 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from rich.table import Table
 from rich.text import Text as RichText
-from scipy import optimize, stats
+from scipy import special, stats
+from transformers import PreTrainedTokenizerBase
 
 from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
@@ -22,7 +23,7 @@ from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
-from inference.verifier.layers import takes_argument, unwrap
+from inference.verifier.layers import model_logits
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
@@ -33,7 +34,6 @@ ERROR_RATE = 0.01  # probability that the command finds a difference in distribu
 POWER = 0.9  # the probability for which the detectable bias is stated
 REFERENCE_FACTOR = 4  # texts of the base for each of a drafter: they cost far less
 MIN_EXPECTED = 5  # texts of the drafter expected in a cell of the table
-NUM_PERMUTATIONS = 9999
 BATCH_SIZE = 32
 
 Prompt = tuple[list[int], int]  # token ids, and the maximum number of new tokens
@@ -81,65 +81,64 @@ def verify(
     questions = selection.load()
     base, sampler, caps = model.load(may_compile=True), sampling.sampler(), selection.caps()
     selected = selection.select(base, questions)
-    prompts = [(prompt, caps[name]) for name, asked in selected.items() for prompt in asked.prompts]
+    prompts = [(prompt, caps[name]) for name, benchmark in selected.items() for prompt in benchmark.prompts]
     runner, is_sampled = make_runner(base, model.compile), sampling.temperature > 0
     specs = drafter_specs.labels(drafter)
     sessions = {name: drafter_specs.make_session(spec, runner, sampler) for name, spec in specs.items()}
+    drawing = {name for name, session in sessions.items() if is_sampled and session.drafter.samples_drafts}
     console = SafeConsole()
     decoding = f"temperature {sampling.temperature}, seed {sampling.seed}" if is_sampled else "greedy"
     console.print(f"{model.base} · {model.dtype} · {decoding} · {len(prompts)} prompts")
-    for line in (line for asked in selected.values() for line in asked.notes()):
+    for line in (line for benchmark in selected.values() for line in benchmark.notes()):
         console.print(f"left out: {line}", highlight=False)
-    own, expected = list[Written](), list[list[int]]()
+
+    alone = list[DecodedText]()  # what our own loop writes without a drafter, if its bits are to be compared
     if runner.row_multiple:
-        own = [write(Session(runner, NoDrafter(), sampler), *prompt) for prompt in prompts]
+        alone = [decode(Session(runner, NoDrafter(), sampler), *prompt) for prompt in prompts]
         console.print(f"bit-identical rows: yes, fed in multiples of {runner.row_multiple}", highlight=False)
     elif model.dtype != "float32":
         console.print("bit-identical rows: no")
-    if not (own and is_sampled):  # sampled texts of the base come from our own loop in either case
-        expected = [generate_reference(base, prompt, cap, sampler) for prompt, cap in prompts]
-    if own and not is_sampled:
-        same = sum(alone.tokens == tokens for alone, tokens in zip(own, expected, strict=True))
-        console.print(f"transformers' generate writes {same} of the base's {len(own)} answers", highlight=False)
-    expected = [alone.tokens for alone in own] or expected
+    expected = [text.tokens for text in alone]
+    if not (alone and is_sampled):  # sampled texts of the base come from our own loop in either case
+        generated = [generate_reference(base, *prompt, sampler) for prompt in prompts]
+        if alone:
+            count = f"{sum(map(list.__eq__, expected, generated))} of the base's {len(alone)} answers"
+            console.print(f"transformers' generate writes {count}", highlight=False)
+        expected = expected or generated
+
     tests: dict[str, EqualityResult] = {}
     with progress_bars(transient=True) as bars:
-        tracked = bars.track(sessions.items(), description="verify")
         comparisons = {
-            name: compare(session, prompts, expected, [] if is_sampled and session.drafter.samples_drafts else own)
-            for name, session in tracked
+            name: compare(session, prompts, expected, [] if name in drawing else alone)
+            for name, session in bars.track(sessions.items(), description="verify")
         }
         if is_sampled and texts:
-            tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
-            num_texts, requests = -(-texts // len(tested)), list[tuple[list[int], int, SamplingOptions, int]]()
-            for index, prompt in enumerate(tested):  # each has seeds that no other one has
-                own_sampling = replace(sampling, seed=sampling.seed + index * num_texts)
-                requests.append((prompt, min(text_tokens, base.context_length - len(prompt)), own_sampling, num_texts))
-            references = [sample_base(base, *request[:3], REFERENCE_FACTOR * request[3]) for request in requests]
+            requests = text_requests(base, prompts[:MAX_TESTED_PROMPTS], sampling, texts, text_tokens)
+            references = [sample_base(base, request) for request in requests]
             for name, session in bars.track(sessions.items(), description="distribution"):
-                drafted = [sample_drafted(session, *request) for request in requests]
+                drafted = [sample_drafted(session, request) for request in requests]
                 tests[name] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))
+
     console.print(_table(comparisons, tests, len(prompts)))
-    drawn = {name for name, session in sessions.items() if is_sampled and session.drafter.samples_drafts}
-    for name in drawn:
-        untested = "" if name in tests else ", and its distribution was not tested (--texts 0)"
-        console.print(f"{name} samples its drafts: its texts are others under the same seed{untested}.")
-    different = {name: own.divergences for name, own in comparisons.items() if own.divergences and name not in drawn}
-    rounded = [name for name, each in comparisons.items() if name not in {*drawn, *different} and each.is_rounded]
-    for name, divergences in different.items():
-        for divergence in divergences[:MAX_SHOWN_DIVERGENCES]:
-            console.print(_describe(divergence, name, base), style="red")
-    for name in rounded:
-        console.print(f"{name}: texts are equal, and logits differ in a bit", style="red")
-    biased = [name for name, test in tests.items() if test.p_value <= ERROR_RATE / len(tests)]
+    are_different = False
+    for name, comparison in comparisons.items():
+        if name in drawing:
+            untested = "" if name in tests else ", and its distribution was not tested (--texts 0)"
+            console.print(f"{name} samples its drafts: its texts are others under the same seed{untested}.")
+        for line in [] if name in drawing else comparison.differences(name, base.tokenizer):
+            console.print(line, style="red")
+            are_different = True
+    are_biased = False
     for name, test in tests.items():
-        console.print(_describe_test(test, name, name in biased), style="red" if name in biased else "")
-    if not (different or biased or rounded):
-        lost = "every answer is the base's own, token for token"
-        if drawn:
-            lost = "no difference from the base was found" if tests else "where it was compared"
-        console.print(f"Nothing is lost: {lost}.", style="green")
-    elif biased or own or model.dtype == "float32":
+        is_biased = test.p_value <= ERROR_RATE / len(tests)
+        console.print(_describe(test, name, is_biased), style="red" if is_biased else "")
+        are_biased |= is_biased
+    if not (are_different or are_biased):
+        result = "every answer is the base's own, token for token"
+        if drawing:
+            result = "no difference from the base was found" if tests else "where it was compared"
+        console.print(f"Nothing is lost: {result}.", style="green")
+    elif are_biased or alone or model.dtype == "float32":
         sys.exit(1)
 
 
@@ -149,11 +148,12 @@ def _table(comparisons: dict[str, Comparison], tests: dict[str, EqualityResult],
     columns = ["drafter", "identical answers", *["equal logits"] * is_bitwise, "acceptance length"]
     for column in (*columns, *["p-value"] * bool(tests)):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    for name, own in comparisons.items():
-        identical = RichText(f"{own.num_identical}/{num_prompts}", style="red" if own.divergences else "green")
-        equal = "" if own.num_equal_logits is None else f"{own.num_equal_logits}/{num_prompts}"
+    for name, comparison in comparisons.items():
+        style = "red" if comparison.divergences else "green"
+        identical = RichText(f"{comparison.num_identical}/{num_prompts}", style=style)
+        equal = "" if comparison.num_equal_logits is None else f"{comparison.num_equal_logits}/{num_prompts}"
         p_value = [f"{tests[name].p_value:.2g}"] if tests else []
-        table.add_row(name, identical, *[equal] * is_bitwise, f"{own.acceptance_length:.2f}", *p_value)
+        table.add_row(name, identical, *[equal] * is_bitwise, f"{comparison.acceptance_length:.2f}", *p_value)
     return table
 
 
@@ -180,13 +180,22 @@ class Comparison:
     divergences: list[Divergence]  # of each other prompt
     num_equal_logits: int | None = None  # prompts with the same logits bit for bit; None if that is not asked
 
-    @property
-    def is_rounded(self) -> bool:
-        """Whether logits differ, bit by bit, though the texts are equal."""
-        return self.num_equal_logits is not None and self.num_equal_logits < self.num_identical
+    def differences(self, drafter: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """A line for each of the first divergences, or one if only logits differ."""
+        lines = []
+        for divergence in self.divergences[:MAX_SHOWN_DIVERGENCES]:
+            tokens = divergence.base_token, divergence.drafted_token
+            base_text, drafted = (repr(tokenizer.decode([token])) for token in tokens)
+            lines.append(
+                f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes "
+                f"{base_text}, with the drafter {drafted}; logit gap {divergence.logit_gap:.3g}"
+            )
+        if not lines and self.num_equal_logits is not None and self.num_equal_logits < self.num_identical:
+            lines.append(f"{drafter}: texts are equal, and logits differ in a bit")
+        return lines
 
 
-class Written(NamedTuple):
+class DecodedText(NamedTuple):
     """A text, the steps that wrote it, and a hash of the logits of each token."""
 
     tokens: list[int]
@@ -194,15 +203,15 @@ class Written(NamedTuple):
     hashes: list[bytes]
 
 
-def write(session: Session, prompt: list[int], max_new_tokens: int) -> Written:
+def decode(session: Session, prompt: list[int], max_new_tokens: int) -> DecodedText:
     """Decode a text, and hash its logits."""
-    written = Written([], [], [])
+    text = DecodedText([], [], [])
     for emitted, step in session.decode(prompt, max_new_tokens, session.runner.base.eos):
-        written.tokens.extend(emitted)
-        written.steps.append(step)
+        text.tokens.extend(emitted)
+        text.steps.append(step)
         for row in session.last.emitted_logits().cpu():
-            written.hashes.append(hashlib.blake2b(row.contiguous().view(torch.uint8).numpy()).digest())
-    return written
+            text.hashes.append(hashlib.blake2b(row.contiguous().view(torch.uint8).numpy()).digest())
+    return text
 
 
 def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
@@ -220,57 +229,55 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
 
 
 def compare(
-    session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], own: Sequence[Written] = ()
+    session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], alone: Sequence[DecodedText] = ()
 ) -> Comparison:
     """Decode N prompts with a drafter and compare them with the N texts that the base writes alone.
 
-    ``own`` are these texts with their logits, which are compared bit for bit; empty without bit-identical rows.
+    ``alone`` are these texts with their logits, which are compared bit for bit; empty without bit-identical rows.
     """
-    base, num_equal = session.runner.base, 0
-    divergences, texts = [], []
-    for index, ((prompt, max_new_tokens), wanted) in enumerate(zip(prompts, expected, strict=True)):
-        written = write(session, prompt, max_new_tokens)
-        texts.append(written.steps)
-        num_equal += bool(own) and written.hashes == own[index].hashes
-        if written.tokens != wanted:
-            divergences.append(first_divergence(base, index, prompt, wanted, written.tokens))
-    num_identical = len(prompts) - len(divergences)
-    return Comparison(num_identical, acceptance_length(texts) or 0.0, divergences, num_equal if own else None)
+    base = session.runner.base
+    texts = [decode(session, *prompt) for prompt in prompts]
+    divergences = [
+        first_divergence(base, index, prompts[index][0], tokens, text.tokens)
+        for index, (tokens, text) in enumerate(zip(expected, texts, strict=True))
+        if text.tokens != tokens
+    ]
+    length = acceptance_length(text.steps for text in texts) or 0.0
+    num_equal = sum(text.hashes == other.hashes for text, other in zip(texts, alone, strict=True)) if alone else None
+    return Comparison(len(prompts) - len(divergences), length, divergences, num_equal)
 
 
 @torch.inference_mode()
 def first_divergence(base: Base, index: int, prompt: list[int], expected: list[int], got: list[int]) -> Divergence:
     """Describe the first difference of two answers, by the logits of one plain forward over their common beginning."""
-    position = common_prefix(expected, got)
+    position, end = common_prefix(expected, got), min(base.eos, default=0)
     ids = torch.tensor([[*prompt, *expected[:position]]], device=base.model.device)
-    logits = base.model(ids).logits[0, -1].float()
-    own, drafted = (text[position] if position < len(text) else min(base.eos, default=0) for text in (expected, got))
-    return Divergence(index, position, own, drafted, (logits[own] - logits[drafted]).item())
-
-
-def _describe(divergence: Divergence, drafter: str, base: Base) -> str:
-    own, drafted = (repr(base.tokenizer.decode([token])) for token in (divergence.base_token, divergence.drafted_token))
-    return (
-        f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes {own}, "
-        f"with the drafter {drafted}; logit gap {divergence.logit_gap:.3g}"
-    )
+    logits = model_logits(base.model, ids, 1)[0, 0].float()
+    token, drafted = (text[position] if position < len(text) else end for text in (expected, got))
+    return Divergence(index, position, token, drafted, (logits[token] - logits[drafted]).item())
 
 
 # ---- distributions
 
 
-@dataclass(frozen=True)
-class EqualityResult:
-    """The outcome of `compare_distributions`.
+class TextRequest(NamedTuple):
+    """Texts of at most ``num_tokens`` tokens after a prompt, with seeds from that of the options on."""
 
-    The detectable bias is the smallest that is found with probability 0.9: the share of texts in place of which the
-    drafter writes the base's most frequent text, a total variation distance. None if no bias is found so often.
-    """
+    prompt: Sequence[int]
+    num_tokens: int
+    sampling: SamplingOptions
+    num_texts: int
 
-    p_value: float  # probability of a chi-squared at least as large if both distributions are equal, by permutation
-    chi_squared: float  # Pearson's statistic of the tables of texts, added up over the prompts
-    freedom: int  # its degrees of freedom
-    detectable: float | None
+
+def text_requests(
+    base: Base, prompts: Sequence[Prompt], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> list[TextRequest]:
+    """Divide texts among prompts, each of which gets seeds that no other one has."""
+    num_texts, requests = -(-num_texts // len(prompts)), []
+    for index, (prompt, _) in enumerate(prompts):
+        seeded = replace(sampling, seed=sampling.seed + index * num_texts)
+        requests.append(TextRequest(prompt, min(num_tokens, base.context_length - len(prompt)), seeded, num_texts))
+    return requests
 
 
 @torch.inference_mode()
@@ -278,41 +285,37 @@ def next_probabilities(
     base: Base, prompt: Sequence[int], texts: Sequence[Text], sampler: KeyedSampler
 ) -> Iterator[np.ndarray]:
     """The distribution (V,) of the token after the prompt and each text of one length, by a forward without a cache."""
-    keep = {"logits_to_keep": 1} if takes_argument(unwrap(base.model).__class__, "logits_to_keep") else {}
     for start in range(0, len(texts), BATCH_SIZE):
         ids = torch.tensor([[*prompt, *text] for text in texts[start : start + BATCH_SIZE]], device=base.model.device)
-        logits = base.model(ids, use_cache=False, **keep).logits[:, -1]
-        yield from sampler.probabilities(logits).cpu().numpy()
+        yield from sampler.probabilities(model_logits(base.model, ids, 1)[:, 0]).cpu().numpy()
 
 
-def sample_base(
-    base: Base, prompt: Sequence[int], num_tokens: int, sampling: SamplingOptions, num_texts: int
-) -> Counts:
-    """Sample texts of the base alone, by the model's own forward: no code of the decoding loop takes part.
+def sample_base(base: Base, request: TextRequest, factor: int = REFERENCE_FACTOR) -> Counts:
+    """Sample ``factor`` times as many texts of the base alone, by the model's own forward, not by our decoding loop.
 
     Equal beginnings are read once, and how often each token follows is drawn for all texts that share one. Texts that
-    end with an end-of-sequence token are shorter than ``num_tokens``.
+    end with an end-of-sequence token are shorter.
     """
-    rng = np.random.default_rng((sampling.seed, num_texts, *prompt))
+    prompt, num_tokens, sampling, num_texts = request
+    rng = np.random.default_rng((sampling.seed, factor * num_texts, *prompt))
     sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
     ended: dict[Text, int] = {}
-    growing: dict[Text, int] = {(): num_texts}
+    growing: dict[Text, int] = {(): factor * num_texts}
     for _ in range(num_tokens):
         longer: dict[Text, int] = {}
         rows = next_probabilities(base, prompt, list(growing), sampler)
         for (text, count), probabilities in zip(growing.items(), rows, strict=True):
-            drawn = rng.multinomial(count, probabilities / probabilities.sum())
-            for token in np.flatnonzero(drawn).tolist():
+            counts = rng.multinomial(count, probabilities / probabilities.sum())
+            for token in np.flatnonzero(counts).tolist():
                 extended = (*text, token)
-                (ended if token in base.eos else longer)[extended] = int(drawn[token])
+                (ended if token in base.eos else longer)[extended] = int(counts[token])
         growing = longer
     return ended | growing
 
 
-def sample_drafted(
-    session: Session, prompt: Sequence[int], num_tokens: int, sampling: SamplingOptions, num_texts: int
-) -> Counts:
-    """Sample texts with the drafter of a session, as `sample_base` does; each is a request with a seed of its own."""
+def sample_drafted(session: Session, request: TextRequest) -> Counts:
+    """Sample texts with the drafter of a session, each as a request with a seed of its own."""
+    prompt, num_tokens, sampling, num_texts = request
     counts: Counter[Text] = Counter()
     sampler, eos = session.sampler, session.runner.base.eos
     for seed in range(sampling.seed, sampling.seed + num_texts):
@@ -322,90 +325,78 @@ def sample_drafted(
     return counts
 
 
+@dataclass(frozen=True)
+class EqualityResult:
+    """The outcome of `compare_distributions`.
+
+    The detectable bias is the smallest that is found with a probability of about 0.9: the share of texts in place of
+    which the drafter writes the base's most frequent text, a total variation distance. None if none is found so often.
+    """
+
+    p_value: float  # probability of a chi-squared at least as large if both distributions are equal
+    chi_squared: float  # Pearson's statistic of the tables of texts, added up over the prompts
+    freedom: int  # its degrees of freedom
+    detectable: float | None
+
+
 def compare_distributions(
     reference: Sequence[Counts], drafted: Sequence[Counts], level: float = ERROR_RATE
 ) -> EqualityResult:
-    """Test whether two samples of texts come from the same distribution, prompt by prompt.
+    """Test by Pearson's chi-squared whether two samples of texts come from the same distribution, prompt by prompt.
 
-    A text counts for its longest beginning of which at least `MIN_EXPECTED` are expected among the drafter's. As these
-    cells depend on both samples together only, the permutation test is exact: with probability ``level`` its p-value is
-    at most ``level`` if the distributions are equal.
+    With probability ``level`` the p-value is at most ``level`` if the distributions are equal.
     """
-    tables = [cell_counts(*both) for both in zip(reference, drafted, strict=True)]
-    rng = np.random.default_rng(0)
-    observed, permuted = 0.0, np.zeros(NUM_PERMUTATIONS)
-    for table in tables:
-        totals, num_drafted = table.sum(axis=0), int(table[1].sum())
-        observed += float(_chi_squared(table[1:], totals)[0])
-        permuted += _chi_squared(rng.multivariate_hypergeometric(totals, num_drafted, size=NUM_PERMUTATIONS), totals)
-    num_larger = int((permuted >= observed * (1 - 1e-9)).sum())
-    freedom = sum(table.shape[1] - 1 for table in tables)
-    p_value = (1 + num_larger) / (1 + NUM_PERMUTATIONS)
-    return EqualityResult(p_value, observed, freedom, detectable_bias(tables, level))
+    tables = [cell_counts(*samples) for samples in zip(reference, drafted, strict=True)]
+    results = [stats.chi2_contingency(table, correction=False) for table in tables]
+    chi_squared, freedom = sum(float(result.statistic) for result in results), sum(result.dof for result in results)
+    p_value = float(stats.chi2.sf(chi_squared, freedom)) if freedom else 1.0
+    return EqualityResult(p_value, chi_squared, freedom, detectable_bias(tables, level))
 
 
 def cell_counts(reference: Counts, drafted: Counts) -> np.ndarray:
-    """The counts (2, C) of the base's and the drafter's texts in C cells, each a beginning that is frequent enough."""
-    beginnings: Counter[Text] = Counter()
-    for counts in (reference, drafted):
-        for text, count in counts.items():
-            beginnings.update({text[:length]: count for length in range(len(text) + 1)})
-    enough = MIN_EXPECTED * beginnings[()] / sum(drafted.values())
-    table: dict[Text, list[int]] = {}
+    """The counts (2, C) of the base's and the drafter's texts in C cells.
+
+    A text is a cell if at least `MIN_EXPECTED` of it are expected among the drafter's; any other counts for the text
+    without its last token.
+    """
+    cells: dict[Text, np.ndarray] = {}
     for row, counts in enumerate((reference, drafted)):
         for text, count in counts.items():
-            length = next((n for n in range(len(text), 0, -1) if beginnings[text[:n]] >= enough), 0)
-            table.setdefault(text[:length], [0, 0])[row] += count
-    return np.array(list(table.values())).T
+            cells.setdefault(text, np.zeros(2, int))[row] += count
+    enough = MIN_EXPECTED * sum(map(sum, cells.values())) / sum(drafted.values())
+    for length in range(max(map(len, cells)), 0, -1):
+        for text in [text for text, counts in cells.items() if len(text) == length and counts.sum() < enough]:
+            cells[text[:-1]] = cells.get(text[:-1], 0) + cells.pop(text)
+    return np.array(list(cells.values())).T
 
 
 def detectable_bias(tables: Sequence[np.ndarray], level: float) -> float | None:
-    """The smallest bias that the test of this error rate finds with probability `POWER`; see `EqualityResult`.
+    """The smallest bias that the test of this error rate finds with a probability of about `POWER`.
 
-    The tables (2, C) of the prompts count the base's and the drafter's texts; the base's are the truth.
+    A drafter that moves a share b of its texts to the most frequent one, whose share is f, adds N b^2 (1 - f) / f to
+    the statistic, where 1 / N adds up 1 / the number of the base's texts and 1 / that of the drafter's.
     """
-    if bias_power(tables, level, 1.0) < POWER:
-        return None
-    bias = float(optimize.brentq(lambda bias: bias_power(tables, level, bias) - POWER, 0.0, 1.0, xtol=1e-4))
-    return bias * float(np.mean([1 - table[0].max() / table[0].sum() for table in tables]))
-
-
-def bias_power(tables: Sequence[np.ndarray], level: float, bias: float) -> float:
-    """Probability that a bias is found, by the noncentral chi-squared distribution.
-
-    The bias is the share of all texts that are the most frequent one, besides those that should be.
-    """
-    freedom, noncentrality = sum(table.shape[1] - 1 for table in tables), 0.0
+    freedom, sensitivity = sum(table.shape[1] - 1 for table in tables), 0.0
     if freedom == 0:
-        return 0.0
-    for table in tables:
+        return None
+    rare = [1 - table[0].max() / table[0].sum() for table in tables]  # the share of other texts than the most frequent
+    for table, share in zip(tables, rare, strict=True):
         num_base, num_drafted = table.sum(axis=1)
-        fair = (table[0] + 0.5) / (table[0] + 0.5).sum()  # no cell is impossible
-        biased = (1 - bias) * fair
-        biased[fair.argmax()] += bias
-        pooled = (num_base * fair + num_drafted * biased) / (num_base + num_drafted)
-        weight = num_base * num_drafted / (num_base + num_drafted)
-        noncentrality += float(weight * ((biased - fair) ** 2 / pooled).sum())
-    critical = stats.chi2.isf(level, freedom)
-    return float(stats.ncx2.sf(critical, freedom, noncentrality) if noncentrality else level)
+        sensitivity += num_base * num_drafted / (num_base + num_drafted) * share / (1 - share)
+    noncentrality = special.chndtrinc(stats.chi2.isf(level, freedom), freedom, 1 - POWER)
+    bias = float(np.sqrt(noncentrality / max(sensitivity, 1e-12)))
+    return bias * float(np.mean(rare)) if bias <= 1 else None
 
 
-def _chi_squared(drafted: np.ndarray, totals: Any) -> np.ndarray:
-    """Pearson's statistic (N,) of N two-row tables with these column totals (C,), from their second rows (N, C)."""
-    total, num_drafted = totals.sum(), drafted.sum(axis=1, keepdims=True)
-    excess = drafted - num_drafted * totals / total
-    return (excess**2 / totals).sum(axis=1) * total**2 / (num_drafted * (total - num_drafted))[:, 0]
-
-
-def _describe_test(test: EqualityResult, drafter: str, is_biased: bool) -> str:
-    found = "another distribution than the base's" if is_biased else "no difference from the base's distribution"
+def _describe(test: EqualityResult, drafter: str, is_biased: bool) -> str:
+    outcome = "another distribution than the base's" if is_biased else "no difference from the base's distribution"
     power = "it could find no bias: the base writes hardly more than one text here, so raise the temperature"
     if test.detectable is not None:
         power = (
-            f"it finds with probability {POWER} a drafter that writes the base's most frequent text in place of "
-            f"{100 * test.detectable:.1f} % of the texts"
+            f"it finds with a probability of about {POWER} a drafter that writes the base's most frequent text in "
+            f"place of {100 * test.detectable:.1f} % of the texts"
         )
     return (
-        f"{drafter}: {found} (chi-squared {test.chi_squared:.1f}, {test.freedom} degrees of freedom, p = "
+        f"{drafter}: {outcome} (chi-squared {test.chi_squared:.1f}, {test.freedom} degrees of freedom, p = "
         f"{test.p_value:.2g}). The test errs in {100 * ERROR_RATE:.0f} % of runs; {power}."
     )

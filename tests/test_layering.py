@@ -14,8 +14,9 @@ LAYERS = {
     "data": """
         batches computing_limit safe_text
         files
-        features gguf
-        tokenizer
+        hub
+        gguf
+        features tokenizer
         sources
         benchmarks conversations
         templates
@@ -34,7 +35,7 @@ LAYERS = {
         block ctc hydra
     """,
     "inference": """
-        arguments journal runs sandbox timing
+        arguments bases journal runs sandbox timing
         verifier
         indexes prompts regenerate
         drafter_specs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenizer import find_base, find_folder, shipped_folder
+from data.hub import find_base, find_folder, shipped_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from data.files import explained, output_lock
+from data.hub import shipped_folder
 from data.safe_text import print_traceback, safe_line, safe_messages
-from data.tokenizer import shipped_folder
 
 
 class Command(NamedTuple):

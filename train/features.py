@@ -34,8 +34,9 @@ from data.safe_text import safe_text
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
+from inference.bases import Dtype
 from inference.runs import folder_above, progress_bars
-from inference.verifier.base import Base, Dtype, base_hash, load_base, prepare_process, resolve_device
+from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
 
 if TYPE_CHECKING:

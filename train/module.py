@@ -15,7 +15,8 @@ from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, prepare_process
+from inference.bases import QUANTIZED_DTYPES, Dtype
+from inference.verifier.base import Base, base_hash, load_base, prepare_process
 from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features

@@ -11,7 +11,7 @@ import torch
 
 from data.benchmarks import Question
 from data.files import hash_of
-from data.tokenizer import find_base
+from data.hub import find_base
 from drafters.checks import check_at_least
 from inference import drafter_specs
 from inference.evaluate.intervals import Count
@@ -23,7 +23,7 @@ from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 
 BASELINE = "none"  # the base alone
 FILE_OPTIONS = "inner", "corpus", "static"  # options of drafters that name files
-LOSSY = " (lossy)"  # behind the name of a drafter whose drafts are accepted by typical acceptance
+LOSSY = " (lossy)"  # behind the name of a drafter whose drafts were accepted by typical acceptance, in older results
 OWN_LOOP = "drafters"  # the engine that is this project's own decoding loop
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint")
 
@@ -35,7 +35,6 @@ class EvaluationOptions:
     Args:
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
             prompt_lookup and joint; the base alone, none, is always measured too.
-        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
         repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
         reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
         run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
@@ -44,7 +43,6 @@ class EvaluationOptions:
     """
 
     drafter: list[str] | None = None
-    typical: bool = False
     repeats: int | Literal["auto"] = "auto"
     reset: bool = True
     run_code: bool = False
@@ -54,16 +52,14 @@ class EvaluationOptions:
     def check(self, sampling: SamplingOptions) -> None:
         """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
         sampling.sampler()
-        if self.typical and sampling.temperature == 0:
-            raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
         for spec in self.drafter or [] if not self.server else []:
             _ = drafter_specs.split(spec).registration  # there is such a drafter
         numbers: Any = {"repeats": self.repeats, "concurrency": min(self.concurrency or [1])}
         check_at_least(1, **{name: number for name, number in numbers.items() if number != "auto"})
         if not self.server and self.concurrency:
             raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-        if self.server and (self.typical or sampling.temperature or not self.reset):
-            raise ValueError("--typical, --temperature and --reset are for our own decoding loop, not for --server")
+        if self.server and (sampling.temperature or not self.reset):
+            raise ValueError("--temperature and --reset are for our own decoding loop, not for --server")
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class DrafterConditions:
 
     spec: str  # or the address of a server
     fingerprint: str = ""  # of its folders and files; empty if it has none
-    is_lossy: bool = False  # whether its drafts are accepted by typical acceptance
+    is_lossy: bool = False  # whether its drafts were accepted by typical acceptance, in older results
 
 
 @dataclass(frozen=True)
@@ -185,23 +181,23 @@ def make_plan(
         sampling=sampling,
         forward=model.forward,
         repeats=options.repeats,
-        drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS, options.typical),
+        drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS),
         benchmarks=benchmark_conditions(selection, prompts),
         memory=[] if options.reset else list(prompts),
     )
     return EvaluationPlan(model, conditions, {name: own.questions for name, own in prompts.items()})
 
 
-def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str, DrafterConditions]:
+def drafter_conditions(specs: Sequence[str]) -> dict[str, DrafterConditions]:
     """The base alone and each drafter, by its name in the tables; raises ValueError if one is named twice."""
     labels = drafter_specs.labels([BASELINE, *(spec for spec in specs if spec != BASELINE)])
     found = {}
     for name, spec in labels.items():
-        parts, is_lossy = drafter_specs.split(spec), typical and spec != BASELINE
+        parts = drafter_specs.split(spec)
         files = [drafter_specs.drafter_folder(parts.file)] if parts.file else list[str | Path]()
         files += [file for key, value in parts.pairs if key in FILE_OPTIONS for file in value.split("+")]
         prints = "+".join(filter(None, map(fingerprint, files)))
-        found[name + LOSSY * is_lossy] = DrafterConditions(spec, prints, is_lossy)
+        found[name] = DrafterConditions(spec, prints)
     return found
 
 

@@ -18,7 +18,6 @@ from inference.journal import Journal
 from inference.timing import MachineLoad
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
-from inference.verifier.sampling import Sampler, Typical
 from inference.verifier.session import Session
 
 JOURNAL = Path("journal", "1.jsonl")  # in the folder of the results
@@ -42,10 +41,7 @@ def run(plan: EvaluationPlan, path: Path, repeats: Iterator[Repeat]) -> Iterator
     start["row_multiple"] = runner.row_multiple
     sessions = {}
     for name, drafter in conditions.drafters.items():
-        sampler: Sampler = sampling.sampler()
-        if drafter.is_lossy:
-            sampler = Typical(**asdict(sampling))
-        sessions[name] = drafter_specs.make_session(drafter.spec, runner, sampler)
+        sessions[name] = drafter_specs.make_session(drafter.spec, runner, sampling.sampler())
     for repeat, benchmarks in repeats:
         with Journal(path, asdict(conditions)) as journal:
             yield from _decode(plan, base, sessions, journal, repeat, benchmarks, start)

@@ -30,9 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from data.benchmarks import Question
 from data.conversations import user_message
 from data.files import validated
+from data.hub import find_base
 from data.safe_text import redacted, safe_line
 from data.templates import decode_answer
-from data.tokenizer import find_base
 from inference.evaluate import metrics, plan
 from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, from_json, to_json
 from inference.evaluate.breakdowns import DraftCounts, PositionRate

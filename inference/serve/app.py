@@ -31,8 +31,8 @@ from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
+from inference.verifier.compiled import make_runner
 from inference.verifier.options import SamplingOptions
-from inference.verifier.runner import Runner
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
 
@@ -96,7 +96,7 @@ class Decoder:
     """
 
     def __init__(self, base: Base, drafter: str, template: str, max_tokens: int) -> None:
-        self.base, self.template, self.max_tokens, self.runner = base, template, max_tokens, Runner(base)
+        self.base, self.template, self.max_tokens, self.runner = base, template, max_tokens, make_runner(base)
         self.drafter = drafter_specs.make(drafter, self.runner)
         self._thread, warm_up = ThreadPoolExecutor(1, "decoding"), Session(self.runner, self.drafter).run
         self._thread.submit(warm_up, [min(base.eos, default=0)], WARM_UP_TOKENS).result()

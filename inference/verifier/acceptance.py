@@ -31,26 +31,6 @@ def accept(tree: DraftTree, picks: Sequence[int]) -> tuple[list[int], list[int]]
     return path, emitted
 
 
-def accept_deepest(
-    tree: DraftTree, acceptable: Sequence[bool | int], picks: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Take the longest path of acceptable nodes, the first of them if several are equally long, and the pick after it.
-
-    ``acceptable[1 + i]`` says whether node i may follow its parent; the other arguments and results are as in `accept`.
-    """
-    deepest, reachable = ROOT, {ROOT}
-    for node in range(tree.num_candidates):
-        if tree.parents[node] in reachable and acceptable[1 + node]:
-            reachable.add(node)
-            if deepest == ROOT or tree.depths[node] > tree.depths[deepest]:
-                deepest = node
-    path, node = list[int](), deepest
-    while node != ROOT:
-        path.insert(0, node)
-        node = tree.parents[node]
-    return path, [*tree.path_tokens(deepest), picks[1 + deepest]]
-
-
 def multi_round_rejection(
     distribution: Tensor, children: ChildDistribution, tree: DraftTree, uniform: Callable[[int], float]
 ) -> tuple[Tensor, Tensor, Tensor]:

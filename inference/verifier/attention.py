@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from drafters.tree import DraftTree
@@ -34,6 +34,8 @@ class TreeAttention:
     """Builds what the forwards of one causal language model over [pending tokens | draft tree] read."""
 
     def __init__(self, model: Any) -> None:
+        from transformers import GenerationMixin
+
         config = model.config
         self.device, self.dtype = model.device, model.dtype
         self.spans = attention_spans(config)  # positions of a window or chunk, for each kind of attention
@@ -41,8 +43,8 @@ class TreeAttention:
         self._is_causal_without_mask = config._attn_implementation not in ("eager", EAGER)
         self._end, self._border = config.max_position_embeddings, longrope_border(config)
         # Phi-3's `generate` computes the whole text again at the border, others only what they have not cached.
-        own_inputs = type(model).prepare_inputs_for_generation
-        self._recomputes = own_inputs is not GenerationMixin.prepare_inputs_for_generation
+        prepare = type(model).prepare_inputs_for_generation
+        self._recomputes = prepare is not GenerationMixin.prepare_inputs_for_generation
 
     def feed(
         self,
@@ -77,9 +79,10 @@ class TreeAttention:
         if row_multiple is None:
             masks = self._masks(len(pending), tree, start, cache, fed[1], max(positions) + 1)
         else:
-            near = {kind: partial(first_visible, kind, span) for kind, span in self.spans.items()}
-            groups = {kind: row_groups(len(pending), tree, start, first) for kind, first in near.items()}
-            masks = {kind: carrier(own, len(tokens), start + len(tokens)) for kind, own in groups.items()}
+            masks = {}
+            for kind, span in self.spans.items():
+                groups = row_groups(len(pending), tree, start, partial(first_visible, kind, span))
+                masks[kind] = carrier(groups, len(tokens), start + len(tokens))
         return Fed(fed[:1], fed[1:], masks, cache)
 
     def _masks(
@@ -97,8 +100,10 @@ class TreeAttention:
             return dict.fromkeys(self.spans, mask)
         key_positions = torch.cat([torch.arange(start, device=self.device), positions])
         lowest = torch.finfo(self.dtype).min
-        first = {kind: first_visible(kind, span, positions)[:, None] for kind, span in self.spans.items()}
-        return {kind: mask.masked_fill(key_positions < own, lowest) for kind, own in first.items()}
+        return {
+            kind: mask.masked_fill(key_positions < first_visible(kind, span, positions)[:, None], lowest)
+            for kind, span in self.spans.items()
+        }
 
     def end_of_positions(self, length: int) -> int:
         """Where the positions of the draft tree behind a text of this length must end: with the context.
@@ -180,8 +185,8 @@ def longrope_border(config: PretrainedConfig) -> int | None:
     A forward that feeds this position or a later one computes all its tokens with them, any other with the short ones.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    by_kind = [each for each in rope.values() if isinstance(each, dict)]  # some bases have parameters for each kind
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]  # some bases have parameters for each kind
     default = getattr(config, "original_max_position_embeddings", None)
-    scalings = [each for each in (rope, *by_kind) if each.get("rope_type") == "longrope"]
-    borders = [each.get("original_max_position_embeddings", default) for each in scalings]
+    scalings = [scaling for scaling in (rope, *by_kind) if scaling.get("rope_type") == "longrope"]
+    borders = [scaling.get("original_max_position_embeddings", default) for scaling in scalings]
     return min((border for border in borders if border is not None), default=None)

@@ -1,35 +1,36 @@
 """The frozen base: loading it, its shape and weights, and the check that a drafter was trained for it."""
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from data.files import cause_of, check_files, reading
 from data.gguf import is_gguf
+from data.hub import split_revision
 from data.templates import end_tokens
-from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
+from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.arguments import checks_arguments
+from inference.bases import Dtype, load_config, load_model
 from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
-Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
-QUANTIZED_DTYPES = "int8", "nf4"
+if TYPE_CHECKING:  # slow to import
+    from transformers import PreTrainedModel
+
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
@@ -145,13 +146,14 @@ class Base(_Sizes):
 
         config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(self.eos) or None, pad_token_id=0)
         model: Any = unwrap(self.model)
-        own, model.generation_config = model.generation_config, config  # whose options would be added to ours
+        # The options of the model's own configuration would be added to these.
+        before, model.generation_config = model.generation_config, config
         # Layers that are sharded over processes run in all of them, until the last one has finished.
         options = {"attention_mask": attention_mask, "synced_gpus": isinstance(model.base_model, FSDPModule)}
         try:
             return model.generate(input_ids, config, **options)[:, input_ids.shape[1] :]
         finally:
-            model.generation_config = own
+            model.generation_config = before
 
 
 def shape_of(config: PretrainedConfig) -> BaseShape:
@@ -210,28 +212,10 @@ def load_base(
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     name = str(name)
-    with reading(f"device {device}"):
-        torch.empty(0, device=device)
-    tokenizer = load_tokenizer(name)
-    check_files(Path(find_base(name)))
-    options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
-    try:
-        model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
-    except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
-        remedy = "give the folder of the base" if is_gguf(name) else "if a file is damaged, copy or download it again"
-        raise ValueError(f"cannot load the base {name}: {cause_of(error)}; {remedy}") from error
+    tokenizer, model = load_tokenizer(name), load_model(name, dtype, device)
     if is_gguf(name):
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
-    eos = model.generation_config.eos_token_id
-    if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
-        raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
-    model = model.to(device).eval().requires_grad_(False)
     if packed:
         pack_weights(model)
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
@@ -257,32 +241,10 @@ def prepare_process(device: str | torch.device = "cpu", sums_alike: bool = False
 
 def load_base_info(name: str) -> BaseConfig:
     """Load a base's tokenizer and configuration without its weights; raises ValueError as `load_base`."""
-    from transformers import AutoConfig
-
-    tokenizer = load_tokenizer(name)
-    try:
-        config = load_pretrained(AutoConfig, name).get_text_config()
-    except Exception as error:  # transformers and the hub client raise errors of their own
-        raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
+    tokenizer, config = load_tokenizer(name), load_config(name).get_text_config()
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
     return BaseConfig(name, tokenizer, config)
-
-
-def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
-    """Return the arguments that make transformers quantise a model while loading it."""
-    if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
-        raise ValueError(
-            f"a base in {dtype} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take bfloat16"
-        )
-    from transformers import BitsAndBytesConfig
-
-    getLogger("bitsandbytes").setLevel(ERROR)  # it warns at every matrix product that int8 multiplies in float16
-    compute_dtype = torch.bfloat16
-    config = BitsAndBytesConfig(load_in_8bit=True)
-    if dtype == "nf4":
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
-    return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 
 def check_fit(drafter: DrafterConfig, base: Base | BaseConfig) -> None:

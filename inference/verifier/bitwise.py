@@ -8,8 +8,8 @@ reads its keys in two parts, which are split at a place that its position alone 
     tail     the keys after them, its own included, at most 64. Among them stand nodes that the row does not see; they
              are masked. The products add key by key, and a masked key adds exactly zero, so its place changes no bit
 
-The parts are merged by their log-sum-exp. `check.row_multiple` finds of which number of rows the products of a
-model keep their bits.
+The parts are merged by their log-sum-exp. `row_multiples` finds of which number of rows the products of a model keep
+their bits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from drafters.tree import DraftTree
 
@@ -158,10 +155,12 @@ def attend(
         return _attend_step(query, key, value, attention_mask, scaling), None
     groups = getattr(attention_mask, "groups", None)
     if groups is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         others |= {} if softcap is None else {"softcap": softcap}
         is_eager = module.config._attn_implementation == EAGER
-        own = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
-        return own(module, query, key, value, attention_mask, scaling=scaling, **others)
+        plain = sys.modules[type(module).__module__].eager_attention_forward if is_eager else sdpa_attention_forward
+        return plain(module, query, key, value, attention_mask, scaling=scaling, **others)
     if unknown := [name for name in UNKNOWN if others.get(name) is not None]:
         raise ValueError(f"no bit-identical attention with {unknown[0]}")
     (_, num_heads, num_rows, width), num_key_heads, value_width = query.shape, key.shape[1], value.shape[-1]
@@ -304,13 +303,14 @@ def _attend_step(query: Tensor, key: Tensor, value: Tensor, keys: StepKeys, scal
 # ---- where transformers finds it
 
 
-for name, mask in ((SDPA, sdpa_mask), (EAGER, eager_mask)):
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, mask)
-
-
 def use_own_attention(config: Any) -> None:
     """Let a model attend by `attend`, which computes what its own attention does unless row groups are given."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+    for name, mask in ((SDPA, sdpa_mask), (EAGER, eager_mask)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
     if config._attn_implementation == "sdpa" or getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = OWN_NAMES.get(config._attn_implementation, config._attn_implementation)
 

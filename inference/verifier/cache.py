@@ -49,7 +49,7 @@ class BufferCache(Cache):
         self.capacity = capacity  # number of positions C
         self.buffer: Tensor | None = None
         self.views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, of all C positions
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # the same of layers with buffers of their own
+        self._separate: dict[int, tuple[Tensor, Tensor]] = {}  # the same of layers with buffers of their own
         self._positions: tuple[int, int, Tensor] = 0, 0, torch.empty(0)
 
     def layer_buffers(self, layer: int, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class BufferCache(Cache):
             self.grow(length, keys, values)
         pairs = zip((keys, values), self.views[layer], strict=True)
         if any(new.shape[1::2] != view.shape[1::2] or new.device != view.device for new, view in pairs):
-            self._own[layer] = self.views[layer] = self._longer(keys[:, :, :0]), self._longer(values[:, :, :0])
+            self._separate[layer] = self.views[layer] = self._longer(keys[:, :, :0]), self._longer(values[:, :, :0])
         return self.views[layer]
 
     def positions(self, start: int, end: int, device: torch.device) -> Tensor:
@@ -82,8 +82,8 @@ class BufferCache(Cache):
             self.buffer[..., : old.shape[-2], :] = old
         width, value_width = self._widths
         self.views = [(keys[..., :width], values[..., :value_width]) for keys, values in zip(*self.buffer, strict=True)]
-        for layer, (keys, values) in self._own.items():
-            self._own[layer] = self.views[layer] = self._longer(keys), self._longer(values)
+        for layer, (keys, values) in self._separate.items():
+            self._separate[layer] = self.views[layer] = self._longer(keys), self._longer(values)
 
     def _longer(self, states: Tensor) -> Tensor:
         longer = states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
@@ -100,7 +100,7 @@ class BufferCache(Cache):
         if moved:
             assert self.buffer is not None, "nothing was cached yet"
             start, length, sources = length, length + len(moved), torch.tensor(moved, device=self.buffer.device)
-            for states in (self.buffer, *(states for pair in self._own.values() for states in pair)):
+            for states in (self.buffer, *(states for pair in self._separate.values() for states in pair)):
                 states[..., start:length, :] = states[..., sources.to(states.device), :]
         for layer in self._buffer_layers:
             layer.length = length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -19,28 +18,43 @@ from inference.verifier.attention import Fed, first_visible, longrope_border, vi
 from inference.verifier.base import Base
 from inference.verifier.bitwise import BLOCK, LOWEST, MAX_DEPTH, TAIL, StepKeys, tail_places
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import difference, model_state, rounding_limits, row_multiple, usual_tokens
-from inference.verifier.layers import PLAIN_MODEL_TYPES, run_base
+from inference.verifier.check import check_config, check_once, difference, rounding_limits, usual_tokens
+from inference.verifier.draft_model import DraftRunner
+from inference.verifier.layers import PLAIN_MODEL_TYPES, cache_name, run_base
 from inference.verifier.packed import PackedLinear
+from inference.verifier.row_multiples import row_multiple
 from inference.verifier.runner import ForwardOutput, Runner
 
 BACKEND = "inductor"
 SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
 NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
 BITWISE_ROWS = (8, 20, 68)  # the same of bit-identical rows, rounded up to a multiple; no step has more rows
+MULTIPLES = 4, 96  # that are tried for them; the second makes all of `BITWISE_ROWS` the same
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
 
 
-def make_runner(base: Base, compile: bool = False) -> Runner:
-    """Make a runner of a base, whose decoding steps may be compiled.
+def make_runner(base: Base, compile: bool = False, vocab_size: int | None = None) -> Runner:
+    """Make a runner of a base, whose decoding steps may be compiled; of a draft model, for a base of ``vocab_size``.
 
-    Raises ValueError if the runner cannot run this base, or a compiled runner is asked for with packed weights.
+    Raises ValueError if the runner cannot run this base, if the logits of a draft tree would not be the base's own
+    (`check_base` runs for the first runner of a model, and again when the model has changed), or if a compiled runner
+    is asked for with packed weights.
     """
-    if not compile:
-        return Runner(base)
-    if any(isinstance(module, PackedLinear) for module in base.model.modules()):
-        raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
-    return CompiledRunner(base)
+    check_config(base)
+    if compile:
+        if any(isinstance(module, PackedLinear) for module in base.model.modules()):
+            raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of both")
+        if base.check:
+            check_once(base)
+        return CompiledRunner(base)
+    runner = Runner(base) if vocab_size in (None, base.config.vocab_size) else DraftRunner(base, vocab_size)
+    if base.wants_bitwise:
+        runner.row_multiple = row_multiple(runner)
+        if base.bitwise and runner.row_multiple is None:
+            raise ValueError(f"{base.name} has no bit-identical rows here: leave out --bitwise or bitwise=True")
+    if base.check:
+        check_once(base, runner.row_multiple)
+    return runner
 
 
 class CompiledRunner(Runner):
@@ -58,14 +72,11 @@ class CompiledRunner(Runner):
     a drafter cannot, `forward` raises it.
     """
 
-    multiples = 4, 96  # the second makes all of `BITWISE_ROWS` the same
-    compares_states = False  # which would be further graphs
-
     @torch.inference_mode()
     def __init__(self, base: Base) -> None:
-        super().__init__(replace(base, bitwise=False))
-        config, self.base = self.causal_lm.config, base
-        self._cache = self.cache = FixedCache(config.num_hidden_layers, SHORTEST)
+        super().__init__(base)
+        config = self.causal_lm.config
+        self.cache = FixedCache(config.num_hidden_layers, SHORTEST)
         self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
         *text, last = usual_tokens(config, 5)  # the states of a first token alone can be too large to compare
         super()._forward(text, DraftTree(), ())  # allocates the cache
@@ -74,12 +85,12 @@ class CompiledRunner(Runner):
             unfit = config.model_type if config.model_type not in PLAIN_MODEL_TYPES else None
             unfit = "longrope scaling" if longrope_border(config) else unfit
             unfit = "eager attention" if config._attn_implementation == "eager" else unfit
-            if unfit or not (multiple := row_multiple(self)):
+            if unfit or not (multiple := row_multiple(self, MULTIPLES, compares_states=False)):
                 raise ValueError(
                     f"{base.name} has no bit-identical rows in compiled steps{f' ({unfit})' if unfit else ''}: leave "
                     "out --forward compiled or --bitwise true"
                 )
-            self.row_multiple, self._is_measured, self.state = multiple, True, model_state(base.model)
+            self.row_multiple, self._is_measured = multiple, True
         self.reset()
         super()._forward(text, DraftTree(), ())
         self.commit([])
@@ -109,7 +120,7 @@ class CompiledRunner(Runner):
         key = num_rows, length, tuple(layers)
         if key not in self._graphs:
             return self._first_forward(key, pending, tree)
-        return self._graphs[key](pending, tree, self.cached)
+        return self._graphs[key](self.causal_lm, pending, tree, self.cached)
 
     def _first_forward(
         self, key: tuple[int, int, tuple[int, ...]], pending: Sequence[int], tree: DraftTree
@@ -120,29 +131,29 @@ class CompiledRunner(Runner):
         if self._is_measured:
             room = self.cache.capacity - self.cached
             others = (graph for graph in self._graphs.values() if len(pending) + len(tree) <= graph.num_rows <= room)
-            before = next((graph(pending, tree, self.cached).logits for graph in others), None)
+            before = next((graph(self.causal_lm, pending, tree, self.cached).logits for graph in others), None)
         if self.cache.capacity < length:
             self.cache.grow(length, *self.cache.views[0])
         # The graphs of a smaller cache are of no more use, and would keep its memory.
         self._graphs = {other: graph for other, graph in self._graphs.items() if other[1] == length}
         expected = super()._forward(pending, tree, layers)
-        self.rollback()
+        self.truncate(self.cached)
         refusal, hint = f"{self.base.name} cannot be compiled", "leave out --forward compiled or compile=True"
         try:
             graph = _Graph(self, num_rows, layers)
-            got = graph(pending, tree, self.cached)
+            got = graph(self.causal_lm, pending, tree, self.cached)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch's compilers raise errors of many types
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
             reason = " ".join(" ".join(str(cause).splitlines()[:2]).split())  # torch explains in its second line
             raise ValueError(f"{refusal} ({type(cause).__name__}: {reason}): {hint}") from error
-        found = difference(got.logits, expected.logits)
+        gap = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:
-            found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
-        if not found <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
+            gap = float(np.max([gap, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
+        if not gap <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
             raise ValueError(
-                f"{refusal}: the outputs of a compiled step differ from those of the eager one by {found:.2g} of their "
+                f"{refusal}: the outputs of a compiled step differ from those of the eager one by {gap:.2g} of their "
                 f"spread, rounding by {limit:.2g} at most: {hint}"
             )
         if before is not None and not torch.equal(got.logits, before):
@@ -155,23 +166,23 @@ class CompiledRunner(Runner):
 
 
 class _Graph:
-    """One compiled step of R rows with all that it reads, at fixed addresses."""
+    """One compiled step of R rows with all that it reads at fixed addresses, but for the model."""
 
     def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
-        length, device, self.num_rows = runner.cache.capacity, runner.device, num_rows
+        length, device, self.num_rows = runner.cache.capacity, runner.base.model.device, num_rows
         self._is_bitwise = runner.row_multiple is not None
         num_inputs = VISIBLE + (TAIL if self._is_bitwise else num_rows)
         self._inputs = torch.zeros(num_inputs, num_rows, dtype=torch.long, device=device)
         torch._dynamo.mark_static_address(self._inputs, guard=False)
         cache = StepCache(runner.cache.views, self._inputs[SLOTS])
-        dtype = None if self._is_bitwise else runner.dtype
-        self._arguments = runner.causal_lm, self._inputs, cache, length, runner.attention.spans, dtype, layers
+        dtype = None if self._is_bitwise else runner.base.model.dtype
+        self._arguments = self._inputs, cache, length, runner.attention.spans, dtype, layers
         self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
         self._is_captured = device.type == "cuda"
 
-    def __call__(self, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
+    def __call__(self, model: nn.Module, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
         self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self.num_rows, self._is_bitwise)))
-        logits, hidden = self._run(*self._arguments)
+        logits, hidden = self._run(model, *self._arguments)
         num_fed, root = len(pending) + len(tree), len(pending) - 1
         logits, hidden = logits[root:num_fed], hidden if hidden is None else hidden[:num_fed]
         if self._is_captured:  # the next replay of a CUDA graph overwrites its outputs
@@ -185,11 +196,12 @@ def compile_fixed(function: Callable[..., Any], name: str, device: torch.device)
     On a GPU the graph is captured by CUDA graphs.
     """
     # torch keeps the graphs of a code object together and compiles at most eight, so each shape has a copy of its own.
-    own: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    copy: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     options: dict[str, Any] = {}
     if BACKEND == "inductor":  # which rounds less often than eager steps unless it is told to emulate them
         options["options"] = {"emulate_precision_casts": True, "triton.cudagraphs": device.type == "cuda"}
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, **options)
+    torch.compiler.assume_constant_result(cache_name)
+    return torch.compile(copy, fullgraph=True, dynamic=False, backend=BACKEND, **options)
 
 
 # ---- the step as a function of tensors
@@ -295,7 +307,7 @@ class FixedCache(BufferCache):
         super().grow(length, keys, values)
         assert self.buffer is not None
         self.buffer[..., kept:, :] = 0  # what is masked is multiplied by 0 and must be finite
-        for states in (each for pair in self.views for each in pair):
+        for states in (states for pair in self.views for states in pair):
             torch._dynamo.mark_static_address(states, guard=False)  # as transformers does, for CUDA graphs
 
 

@@ -68,15 +68,15 @@ class DraftModelSession(DraftSession):
         self.sampler = sampler
         self.forwards = 0
         self.remembers, self.samples_drafts = self.session.drafter.remembers, isinstance(sampler, KeyedSampler)
-        self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
+        self._num_shared = 0  # leading tokens of the session's text that are known to be the base's text too
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.session.begin(prompt)
-        self._num_known = len(prompt)
+        self._num_shared = len(prompt)
 
     def rewind(self, length: int) -> None:
         """Trust only the first ``length`` tokens of the text: the others were a draft themselves, and were rejected."""
-        self._num_known = min(self._num_known, length)
+        self._num_shared = min(self._num_shared, length)
 
     def reset(self) -> None:
         """Reset the draft model's own drafter."""
@@ -96,20 +96,20 @@ class DraftModelSession(DraftSession):
         session.sampler = sampler or session.sampler
         # The base's text only grows between two calls, unless `rewind` says otherwise. So the comparison starts behind
         # what was the same at the last call, and a step costs the same however long the text is.
-        session.resume(seq, common_prefix(session.seq, seq, self._num_known))
-        self._num_known = len(seq)
-        written, forwards_before = DraftedTokens([], []), session.drafter.draft_forwards
+        session.resume(seq, common_prefix(session.seq, seq, self._num_shared))
+        self._num_shared = len(seq)
+        draft, forwards_before = DraftedTokens([], []), session.drafter.draft_forwards
         for emitted, _ in session.steps(min(len(seq) + num_tokens, session.runner.context_length), eos):
             self.forwards += 1
             improbable = self._improbable(emitted, threshold) if threshold else []
             emitted = emitted[: 1 + improbable[0]] if improbable else emitted
-            written.tokens.extend(emitted)
+            draft.tokens.extend(emitted)
             if sampler:
-                written.distributions.extend(sampler.probabilities(session.last.emitted_logits()[: len(emitted)]))
+                draft.distributions.extend(sampler.probabilities(session.last.emitted_logits()[: len(emitted)]))
             if improbable:
                 break
         self.forwards += session.drafter.draft_forwards - forwards_before
-        return written
+        return draft
 
     def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
         """Indices of the last step's tokens whose probability is below the threshold."""

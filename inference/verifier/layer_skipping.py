@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from data.files import read_json, reading, validated
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
+from drafters.tree import DraftTree
+from inference.verifier.layers import compute_hidden_states
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 
@@ -105,12 +107,12 @@ class LayerSkippingSession(DraftSession):
         mlp: Sequence[int] = (),
         sampler: KeyedSampler | None = None,
     ) -> None:
-        num_layers = len(sublayers(runner.model)[0])
+        num_layers = len(sublayers(runner.causal_lm.base_model)[0])
         for kind, layers in (("attention", attention), ("mlp", mlp)):
             exist = all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
             if not exist or len(set(layers)) < len(layers):
-                known = f"layers 0 to {num_layers - 1} of {runner.base.name}"
-                raise ValueError(f"cannot skip {kind} {list(layers)}: name {known}, none twice")
+                choice = f"layers 0 to {num_layers - 1} of {runner.base.name}"
+                raise ValueError(f"cannot skip {kind} {list(layers)}: name {choice}, none twice")
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
         self.forwards, self.remembers, self.samples_drafts = 0, False, sampler is not None
 
@@ -124,29 +126,30 @@ class LayerSkippingSession(DraftSession):
         draft_seed: int = 0,
     ) -> DraftedTokens:
         runner, sampler = self.runner, self.sampler and self.sampler.for_proposal(draft_seed)
-        written = DraftedTokens([], [])
+        draft = DraftedTokens([], [])
         start, end = runner.cached, min(len(seq) + num_tokens, runner.context_length)
         if not start:
-            return written
-        fed = seq[start:]
+            return draft
+        tokens, head = seq[start:], runner.causal_lm.get_output_embeddings()
         try:
-            draft_model = without_sublayers(runner.model, self.attention, self.mlp)
-            while start + len(fed) < end:
-                logits = runner.forward_uncommitted(fed, start, draft_model)
+            draft_model = without_sublayers(runner.causal_lm.base_model, self.attention, self.mlp)
+            while start + len(tokens) < end:
+                fed = runner.attention.feed(tokens, DraftTree(), start, runner.cache)
+                logits = head(compute_hidden_states(draft_model, fed)[-1][0, -1:])  # (1, V)
                 self.forwards += 1
-                start += len(fed)
+                start += len(tokens)
                 if sampler:
                     picked = sampler.pick(logits, [start])
-                    written.distributions.extend(sampler.probabilities(logits))
+                    draft.distributions.extend(sampler.probabilities(logits))
                 else:
                     picked = logits.argmax(-1)
                 # The probability at temperature 1 comes to the host with the token, by one copy.
                 probability = logits.float().softmax(-1)[0, picked]
                 token, probability_on_host = torch.cat([picked.double(), probability.double()]).tolist()
-                fed = [int(token)]
-                written.tokens.extend(fed)
+                tokens = [int(token)]
+                draft.tokens.extend(tokens)
                 if int(token) in eos or probability_on_host < threshold:
                     break
         finally:
-            runner.rollback()
-        return written
+            runner.truncate(runner.cached)
+        return draft

@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -47,9 +46,9 @@ def unwrap(model: Any) -> Any:
 @lru_cache
 def takes_argument(model_class: type[nn.Module], name: str) -> bool:
     """Whether the forward of a class of models has an argument of this name, or passes it on to a parent class."""
-    for each in model_class.__mro__:
-        if "forward" in vars(each):
-            parameters = signature(vars(each)["forward"]).parameters
+    for parent in model_class.__mro__:
+        if "forward" in vars(parent):
+            parameters = signature(vars(parent)["forward"]).parameters
             if name in parameters:
                 return True
             if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -57,14 +56,25 @@ def takes_argument(model_class: type[nn.Module], name: str) -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
-def _cache_name(model_class: Any) -> str:
+def _logits_to_keep(model: Any, num_logits: int | None) -> dict[str, int]:
+    """The argument that lets a model compute its last logits only, if it has one."""
+    return {"logits_to_keep": num_logits} if num_logits and takes_argument(model.__class__, "logits_to_keep") else {}
+
+
+def model_logits(model: Any, input_ids: Tensor, num_logits: int) -> Tensor:
+    """Return the last logits (B, num_logits, V) of a model's own forward over texts (B, S), without a cache."""
+    keep = _logits_to_keep(unwrap(model), num_logits)
+    return model(input_ids, use_cache=False, **keep).logits[:, -num_logits:]
+
+
+def cache_name(model_class: Any) -> str:
+    """The name of the argument that takes the cache, since transformers 5.24 ``cache``; a constant when compiling."""
     return "cache" if takes_argument(model_class, "cache") else "past_key_values"
 
 
 def cache_argument(module: Any, cache: Cache) -> dict[str, Cache]:
-    """Return the cache as a keyword argument of a model or layer: since transformers 5.24 it is named ``cache``."""
-    return {_cache_name(module.__class__): cache}
+    """Return the cache as a keyword argument of a model or layer."""
+    return {cache_name(module.__class__): cache}
 
 
 def run_base(
@@ -83,8 +93,7 @@ def run_base(
     if base.config.model_type in PLAIN_MODEL_TYPES:
         states = compute_hidden_states(base.base_model, fed, layers)
         return base.get_output_embeddings()(states[-1][0, last]), states
-    keep = {"logits_to_keep": num_logits} if num_logits and takes_argument(base.__class__, "logits_to_keep") else {}
-    outputs = _own_forward(base, fed, bool(layers), **keep)
+    outputs = _whole_forward(base, fed, bool(layers), **_logits_to_keep(base, num_logits))
     return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
 
 
@@ -97,7 +106,7 @@ def compute_hidden_states(model: nn.Module, fed: Fed, layers: Collection[int] = 
     decoder: Any = model  # as above
     if decoder.config.model_type not in PLAIN_MODEL_TYPES:
         inner = [layer for layer in layers if layer != -1]
-        outputs = _own_forward(decoder, fed, bool(inner))
+        outputs = _whole_forward(decoder, fed, bool(inner))
         return {**{layer: outputs.hidden_states[layer] for layer in inner}, -1: outputs.last_hidden_state}
     state = decoder.embed_tokens(fed.ids)
     rotary = decoder.rotary_emb(state, position_ids=fed.positions)
@@ -116,7 +125,7 @@ def compute_hidden_states(model: nn.Module, fed: Fed, layers: Collection[int] = 
     return {**states, -1: last_hidden}
 
 
-def _own_forward(model: Any, fed: Fed, with_states: bool, **keep: int) -> Any:
+def _whole_forward(model: Any, fed: Fed, with_states: bool, **keep: int) -> Any:
     """Run a model by its own forward, which takes one mask, or a dictionary if there are several kinds of layers."""
     return model(
         input_ids=fed.ids,

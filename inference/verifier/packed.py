@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,12 +74,17 @@ def smallest_packed(model: nn.Module) -> int:
     return MIN_PACKED_ELEMENTS // 16 if is_large else MIN_PACKED_ELEMENTS
 
 
-def pack_weights(
-    model: nn.Module,
-    at_first_use: bool = False,
-    smallest: int | None = None,
-    make: Callable[[nn.Linear, bool], nn.Module] = PackedLinear,
-) -> int:
+def large_layers(model: nn.Module, smallest: int) -> list[tuple[nn.Module, str]]:
+    """The parent and the name of each linear layer with at least so many weights."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child.weight.numel() >= smallest
+    ]
+
+
+def pack_weights(model: nn.Module, at_first_use: bool = False, smallest: int | None = None) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
     The model computes the same function up to rounding, in about twice the memory. Raises ValueError if the weights are
@@ -91,7 +95,6 @@ def pack_weights(
         at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
             token, such as Medusa's LM heads, then takes no more memory.
         smallest: Number of weights from which on a layer is packed; None for what `smallest_packed` says of the model.
-        make: Makes the packed layer of a plain one, given ``at_first_use``.
     """
     weight = next(model.parameters())
     device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
@@ -103,17 +106,10 @@ def pack_weights(
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
     if not has_packed_products(weight.dtype):
         raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
-    smallest = smallest_packed(model) if smallest is None else smallest
-    layers = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.numel() >= smallest
-    ]
-    for parent, name in layers:  # one by one: plain weights that are not kept may be freed before the next is packed
+    layers = large_layers(model, smallest_packed(model) if smallest is None else smallest)
+    for parent, name in layers:
         try:
-            layer = make(getattr(parent, name), at_first_use)
+            setattr(parent, name, PackedLinear(getattr(parent, name), at_first_use))
         except (AttributeError, RuntimeError) as error:
             raise ValueError(f"torch cannot pack {dtype} weights here ({error}): do not pack them") from error
-        setattr(parent, name, layer)
     return len(layers)

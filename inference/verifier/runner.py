@@ -3,9 +3,10 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
@@ -13,8 +14,7 @@ from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base
 from inference.verifier.bitwise import MAX_DEPTH
 from inference.verifier.cache import BufferCache
-from inference.verifier.check import check_config, check_once, model_state, row_multiple
-from inference.verifier.layers import compute_hidden_states, run_base, unwrap
+from inference.verifier.layers import run_base, unwrap
 
 
 @dataclass(frozen=True)
@@ -29,38 +29,24 @@ class Runner:
     """Runs the base over one sequence, whose first ``cached`` tokens have their keys and values in the KV cache.
 
     In each decoding step `prepare` says how far drafts may reach, `forward` feeds the pending tokens and the draft
-    tree, then `commit` keeps the pending tokens and the accepted path. Between steps, `truncate` cuts the sequence. A
-    drafter that runs on this very base calls `forward_uncommitted`, then `rollback`.
+    tree, then `commit` keeps the pending tokens and the accepted path. Between steps, `truncate` cuts the sequence.
 
     If ``row_multiple`` is not None, the rows of all its forwards are bit-identical to those of decoding token by token;
-    see `inference.verifier.bitwise`.
-
-    Raises ValueError if the logits of a draft tree would not be the base's own; see `check_base`, which runs when the
-    first runner of a model is made and whenever the model has changed since (`model_state`).
+    see `inference.verifier.bitwise`. `make_runner` sets it, and checks that the logits of a draft tree are the base's.
     """
 
-    # The multiples that `row_multiple` tries: with fewer rows, bits differ too rarely to be told by a few of them.
-    multiples: tuple[int, ...] = (4, 8, 16, 32)
-    compares_states = True  # there, and not logits alone
-
     def __init__(self, base: Base) -> None:
-        check_config(base)
-        self.base, self.causal_lm = base, unwrap(base.model)
-        self.model: nn.Module = self.causal_lm.base_model
-        self.head = self.causal_lm.get_output_embeddings()
-        self.device, self.dtype = base.model.device, base.model.dtype
-        self.context_length, self.vocab_size = base.context_length, base.model.config.vocab_size
+        self.base = base
+        self.context_length, self.vocab_size = base.context_length, base.config.vocab_size
         self.attention = TreeAttention(self.causal_lm)
-        self._cache = BufferCache(base.model.config.num_hidden_layers)
+        self.cache = BufferCache(base.config.num_hidden_layers)
         self.row_multiple: int | None = None
         self.reset()
-        if base.wants_bitwise:
-            self.row_multiple = row_multiple(self)
-            if base.bitwise and self.row_multiple is None:
-                raise ValueError(f"{base.name} has no bit-identical rows here: leave out --bitwise or bitwise=True")
-        self.state = model_state(base.model)
-        if base.check:
-            check_once(base.model, (self.state, self.row_multiple), lambda: Runner(replace(base, check=False)))
+
+    @property
+    def causal_lm(self) -> Any:
+        """The base's model, without peft's wrapper."""
+        return unwrap(self.base.model)
 
     @property
     def max_rows(self) -> int:
@@ -72,8 +58,8 @@ class Runner:
         self.cached = 0
         self._num_pending = 0
         self._num_short = 0  # cached positions that were computed with the short factors of longrope scaling
-        self._cache.clear()
-        self._cache.reserve(reserve)
+        self.cache.clear()
+        self.cache.reserve(reserve)
 
     def prepare(self, length: int) -> int:
         """Prepare the step behind a text of this length, and return where the positions of its draft tree must end."""
@@ -100,12 +86,12 @@ class Runner:
             self.commit([])
             pending = pending[size:]
         output = self._forward(pending, tree, layers)
-        hidden = [each for each in (*states, output.hidden) if each is not None]
+        hidden = [state for state in (*states, output.hidden) if state is not None]
         return replace(output, hidden=torch.cat(hidden)) if len(hidden) > 1 else output
 
     def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
         self._num_pending = len(pending)
-        fed = self.attention.feed(pending, tree, self.cached, self._cache, row_multiple=self.row_multiple)
+        fed = self.attention.feed(pending, tree, self.cached, self.cache, row_multiple=self.row_multiple)
         num_fed = len(pending) + len(tree)  # without the rows that fill up a multiple
         num_behind = fed.ids.shape[1] - len(pending) + 1  # rows from the root on
         num_logits = min(num_behind + -num_behind % (self.row_multiple or 1), fed.ids.shape[1])
@@ -113,41 +99,19 @@ class Runner:
         hidden = torch.cat([states[layer][0, :num_fed] for layer in layers], dim=-1) if layers else None
         return ForwardOutput(logits[num_logits - num_behind :][: 1 + len(tree)], hidden)  # hidden (P + M, F * D)
 
-    def forward_at(self, tokens: Sequence[int], positions: Sequence[int], num_logits: int) -> Tensor:
-        """Run the base over a text at any rising positions, with an empty cache, and return its last logits."""
-        fed = self.attention.feed(tokens, DraftTree(), 0, self._cache, positions)
-        return run_base(self.causal_lm, fed, num_logits)[0]
-
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the pending tokens and the accepted nodes of the last forward in the cache, and drop the others."""
         first_node = self.cached + self._num_pending  # position in the cache of node 0
         num_in_place = next((place for place, node in enumerate(path) if node != place), len(path))
-        self._cache.keep(first_node + num_in_place, [first_node + node for node in path[num_in_place:]])
+        self.cache.keep(first_node + num_in_place, [first_node + node for node in path[num_in_place:]])
         self.cached = first_node + len(path)
         if self.attention.is_short(first_node):
             self._num_short = self.cached
 
     @torch.inference_mode()
-    def forward_uncommitted(self, tokens: Sequence[int], start: int, model: nn.Module | None = None) -> Tensor:
-        """Run the base over a chain of draft tokens from a position on, and return the logits (1, V) after the last.
-
-        They follow the cached tokens and those of earlier calls since the last commit; `rollback` drops them. The model
-        may be a view of the base without its LM head that leaves out sublayers.
-        """
-        model = self.model if model is None else model
-        fed = self.attention.feed(tokens, DraftTree(), start, self._cache)
-        return self.head(compute_hidden_states(model, fed)[-1][0, -1:])
-
-    @torch.inference_mode()
-    def rollback(self) -> None:
-        """Drop what was fed since the last commit, in each layer as much as it cached of it."""
-        self._cache.keep(self.cached, [])
-
-    @torch.inference_mode()
     def truncate(self, length: int) -> None:
-        """Keep only the first ``length`` cached tokens."""
+        """Keep only the first ``length`` cached tokens, and drop what was fed since the last commit."""
         assert length <= self.cached, "a cache cannot be cut to more than it holds"
-        if length < self.cached:
-            self._cache.keep(length, [])
-            self.cached, self._num_short = length, min(length, self._num_short)
+        self.cache.keep(length, [])
+        self.cached, self._num_short = length, min(length, self._num_short)

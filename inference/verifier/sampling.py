@@ -1,4 +1,4 @@
-"""How the base picks its tokens: greedily, by random draws keyed by seed and position, or by a lossy rule."""
+"""How the base picks its tokens: greedily, or by random draws keyed by seed and position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWar
 
 from drafters.checks import check_at_least
 from drafters.tree import ROOT, DraftTree
-from inference.verifier.acceptance import accept, accept_deepest, multi_round_rejection
+from inference.verifier.acceptance import accept, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
 
 LOWEST_TEMPERATURE = 1e-5
@@ -77,6 +77,9 @@ class Sampler(ABC):
     seed = 0
     """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
 
+    decides_argmaxes = False
+    """Whether the decisions are the argmaxes of the base's own logits."""
+
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = ScoreProcessors(processors)
 
@@ -106,10 +109,9 @@ class Sampler(ABC):
 class Greedy(Sampler):
     """Picks the most probable token, the first one if several are equally probable."""
 
-    @property
-    def decides_argmaxes(self) -> bool:
-        """Whether the decisions are the argmaxes of the base's own logits."""
-        return not self._processors
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        super().__init__(processors)
+        self.decides_argmaxes = not processors
 
     def decide(self, rows: TreeLogits) -> Tensor:
         processors = self._processors
@@ -200,40 +202,3 @@ class KeyedSampler(Sampler):
     def uniform(self, position: int, stream: int = 0) -> float:
         """Return a random number in [0, 1), for the draw at a position or, with j > 0, its j-th round of rejection."""
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
-
-
-class Typical(KeyedSampler):
-    """Typical acceptance (Medusa, section 2.3.1), a lossy rule kept for comparison.
-
-    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)), where Medusa
-    calls them delta and epsilon. The longest acceptable path is accepted, and the token after it drawn from the base.
-    The text does not follow the base's distribution.
-    """
-
-    def __init__(
-        self,
-        *,
-        threshold: float = 0.09,
-        alpha: float = 0.3,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        if not 0 < threshold <= 1 or alpha <= 0:
-            raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
-        self.threshold, self.alpha = threshold, alpha
-
-    def decide(self, rows: TreeLogits) -> Tensor:
-        """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
-        tree, distributions = rows.tree, self.probabilities(rows.logits)
-        entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)
-        bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
-        parents = torch.tensor([0, *(1 + parent for parent in tree.parents)], device=distributions.device)
-        tokens = torch.tensor([0, *tree.tokens], device=distributions.device)
-        acceptable = distributions[parents, tokens] > bound[parents]
-        return torch.stack([acceptable.long(), self._draws(distributions, rows.positions)], dim=-1)
-
-    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        return accept_deepest(tree, [row[0] for row in decisions], [row[1] for row in decisions])

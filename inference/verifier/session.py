@@ -162,7 +162,7 @@ class Session:
         """
         decisions = self.sampler.decide(TreeLogits(logits, tree, self.seq, eos))
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
-        if top_k == 1 and isinstance(self.sampler, Greedy) and self.sampler.decides_argmaxes:
+        if top_k == 1 and self.sampler.decides_argmaxes:
             width = 0  # the decisions are the top tokens, too
         elif top_k:
             top = most_probable(logits)[:, None] if top_k == 1 else logits.topk(min(top_k, logits.shape[1])).indices
@@ -252,13 +252,12 @@ class Session:
         return min(len(prompt) + max_new_tokens, self.runner.context_length)
 
 
-def common_prefix(text: Sequence[object], other: Sequence[object], num_known: int = 0) -> int:
-    """Return how many leading tokens two texts share, of which ``num_known`` are known to be the same.
+def common_prefix(text: Sequence[object], other: Sequence[object], num_shared: int = 0) -> int:
+    """Return how many leading tokens two texts share, at least ``num_shared``, which are not compared.
 
     >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
     2
     """
-    num_shared = num_known
     while num_shared < min(len(text), len(other)) and text[num_shared] == other[num_shared]:
         num_shared += 1
     return num_shared
@@ -286,5 +285,5 @@ def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens:
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
     """Raise ValueError if a token lies outside the vocabulary, as from a damaged corpus or datastore."""
     if (token := next((token for token in tree.tokens if not 0 <= token < vocab_size), None)) is not None:
-        known = f"tokens 0 to {vocab_size - 1}"
-        raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file without it")
+        message = f"the drafter proposes token {token}, but the base has tokens 0 to {vocab_size - 1}"
+        raise ValueError(f"{message}: build its file without it")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from data.gguf import is_gguf
-from data.tokenizer import find_base, split_revision
+from data.hub import find_base, split_revision
 from drafters import checkpoint
 from drafters.checks import check_at_least
 from drafters.parallel import ParallelDrafter

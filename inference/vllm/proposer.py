@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from data.tokenizer import join_revision, load_tokenizer
+from data.hub import join_revision
+from data.tokenizer import load_tokenizer
 from drafters.protocol import Limits
 from inference.verifier.base import BaseConfig
 from inference.vllm.served_drafter import check_version

@@ -2,8 +2,9 @@
 
 import pytest
 
+from data.hub import find_folder, join_revision, split_revision
 from data.sources import read_rows
-from data.tokenizer import find_folder, join_revision, load_tokenizer, split_revision
+from data.tokenizer import load_tokenizer
 
 ANSWER = next(read_rows("embedded:1"))[1]["conversations"][1]["value"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import drafters
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference import drafter_specs
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests import conftest

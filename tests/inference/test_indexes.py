@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from data.tokenizer import tokenizer_hash
 from drafters import SuffixArray
 from drafters.training_free.corpus import CorpusTable
 from inference import drafter_specs, indexes
 from inference.indexes import count
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from train.cli import run_drafters as main

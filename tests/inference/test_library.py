@@ -70,10 +70,11 @@ def texts():
         logits = model(ids, attention_mask=mask).logits
     return logits, model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
 
-expected = texts()
-from inference import generate
+expected, attributes = texts(), set(vars(model))
+from inference import Speculation, generate
 generate(model, "The cat", "joint", tokenizer=tokenizer, max_new_tokens=12)
-assert all(map(torch.equal, texts(), expected))
+model.generate(ids[1:], custom_generate=Speculation("joint"), max_new_tokens=12, do_sample=False)
+assert all(map(torch.equal, texts(), expected)) and set(vars(model)) == attributes
 """
         + UNCHANGED
         + FREED

@@ -12,10 +12,9 @@ from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
 from inference import verify as module
-from inference.verifier import attention, check, runner
+from inference.verifier import attention, compiled, row_multiples
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy
-from inference.verifier.session import Session
 from inference.verify import (
     Comparison,
     PromptOptions,
@@ -88,9 +87,9 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
 
 def compared(base, spec, prompts, max_new_tokens, sampler):
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
-    own = runner.Runner(base)
+    runner = compiled.make_runner(base)
     capped = [(prompt, max_new_tokens) for prompt in prompts]
-    return compare(Session(own, drafter_specs.make(spec, own), sampler), capped, expected)
+    return compare(drafter_specs.make_session(spec, runner, sampler), capped, expected)
 
 
 @pytest.mark.slow
@@ -112,7 +111,7 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
     monkeypatch.setattr(attention, "_kept_mask", everything)
     monkeypatch.setattr(attention, "causal_tree_mask", everything)
-    monkeypatch.setattr(runner, "check_once", lambda *_: None)  # which refuses such a runner
+    monkeypatch.setattr(compiled, "check_once", lambda *_: None)  # which refuses such a runner
     model = ModelOptions(folder)
     with pytest.raises(SystemExit) as caught:
         prompts = PromptOptions(limit=3, max_new_tokens=24)
@@ -133,8 +132,8 @@ def test_verify_compares_logits_bit_for_bit(capsys, monkeypatch):
     assert "bit-identical rows: yes, fed in multiples of" in printed and "Nothing is lost" in printed
     assert "of the base's 3 answers" in printed and printed.count("3/3 │ 3/3") == 2
     monkeypatch.setattr(DraftTree, "ancestor_mask", lambda tree: np.tri(len(tree), dtype=bool))
-    monkeypatch.setattr(runner, "check_once", lambda *_: None)  # which refuses such a runner
-    monkeypatch.setattr(check, "_rows_agree", lambda *_: True)
+    monkeypatch.setattr(compiled, "check_once", lambda *_: None)  # which refuses such a runner
+    monkeypatch.setattr(row_multiples, "_rows_agree", lambda *_: True)
     with pytest.raises(SystemExit):
         verify(model, prompts, SamplingOptions(), ["token_recycling"])
     printed = " ".join(capsys.readouterr().out.split())

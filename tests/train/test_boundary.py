@@ -12,13 +12,13 @@ import sys
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from transformers import AutoConfig
 
 from benchmarks.pretrain import train_tokenizer
 from data.conversations import load_conversations
 from data.files import output_lock
-from data.tokenizer import load_pretrained, load_tokenizer
+from data.tokenizer import load_tokenizer
 from drafters.checkpoint import read_config
+from inference.bases import load_config
 from inference.verifier.base import load_base, load_base_info
 from tests.conftest import full_disk
 from train.cli import run_drafters, run_lightning, user_errors
@@ -237,7 +237,7 @@ def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-LOADERS = load_base, load_base_info, load_tokenizer, lambda name: load_pretrained(AutoConfig, name)
+LOADERS = load_base, load_base_info, load_tokenizer, load_config
 
 
 @pytest.mark.parametrize("load", LOADERS)
@@ -255,7 +255,7 @@ def test_every_model_configuration_and_tokenizer_is_loaded_without_its_code_and_
                     loads.add(f"{path.relative_to(repository)}: {ast.unparse(node)}")
                 elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     pickles.add(ast.unparse(node))
-    assert loads == {"data/tokenizer.py: auto_class.from_pretrained(source, trust_remote_code=False, **options)"}
+    assert loads == {"data/hub.py: auto_class.from_pretrained(source, trust_remote_code=False, **options)"}
     assert pickles and all("weights_only=True" in each for each in pickles)
 
 

@@ -13,10 +13,10 @@ import yaml
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from data import tokenizer
+from data.hub import find_folder
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from inference import drafter_specs
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from tests.conftest import Handler, serving
 from train.cli import run_drafters
@@ -241,4 +241,4 @@ def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused
         export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(ValueError, match=r"Connection refused.*go online"):
-        tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
+        find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)

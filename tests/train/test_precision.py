@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks import recipes
 from drafters import CTC, Medusa
-from inference.verifier import base as base_module
+from inference import bases
 from inference.verifier.base import load_base
 from train.cli import run_lightning
 from train.module import DrafterTraining
@@ -45,7 +45,7 @@ def test_a_drafter_trains_in_bfloat16_and_on_a_quantised_base(call, write_recipe
 
 @pytest.mark.slow
 def test_a_quantised_base_without_bitsandbytes_is_refused(call, write_recipe, wide, tmp_path, monkeypatch):
-    monkeypatch.setattr(base_module, "find_spec", lambda package: None)
+    monkeypatch.setattr(bases, "find_spec", lambda package: None)
     done = call(run_lightning, "fit", "--config", write_recipe(tmp_path, {"base": str(wide), "base_dtype": "nf4"}))
     assert "a base in nf4 needs bitsandbytes and accelerate: pip install" in done.one_line_error("lightning")
 

@@ -12,8 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drafters
+from data.hub import COMMIT, split_revision
 from data.templates import resolve_template
-from data.tokenizer import COMMIT, load_tokenizer, split_revision
+from data.tokenizer import load_tokenizer
 from drafters import recipe
 from drafters.protocol import BaseWeights
 from inference.verifier.base import shape_of

@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from data.files import check_files, read_json, reading, validated
-from data.tokenizer import load_pretrained
 from drafters.protocol import BaseShape
 from drafters.public_formats import SpeculatorsConfig
+from inference.bases import load_config
 from inference.verifier.base import load_base_info
 
 COPIES = "verifier_lm_head.weight", "verifier_norm.weight"
@@ -146,7 +145,7 @@ class Target:
 def read_target(name: str) -> Target:
     """Read a base's configuration, without its weights."""
     context_length = load_base_info(name).context_length  # its errors say what to do if there is no such base
-    config = load_pretrained(AutoConfig, name)
+    config = load_config(name)
     stored = str(config.dtype).removeprefix("torch.")
     dtype = stored if stored in ("bfloat16", "float16") else "float32"
     return Target(name, config.architectures or [], context_length, dtype)

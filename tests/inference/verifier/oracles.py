@@ -40,7 +40,7 @@ def written_alone(base, prompt, max_new_tokens, eos=frozenset(), sampler=None):
 def assert_cache_is_fresh(runner, tokens, tolerance=1e-9):
     """Assert that a runner caches what one plain forward over these tokens does."""
     assert runner.cached == len(tokens)
-    for held, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
+    for held, expected in zip(runner.cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
         assert held.get_seq_length() == len(tokens)
         torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
         torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)

@@ -16,10 +16,10 @@ from inference.generation import generate
 from inference.timing import processor_name
 from inference.verifier import bitwise, compiled, packed
 from inference.verifier.base import Base
-from inference.verifier.check import difference, tree_around
+from inference.verifier.check import difference
 from inference.verifier.compiled import make_runner
 from inference.verifier.packed import pack_weights
-from inference.verifier.runner import Runner
+from inference.verifier.row_multiples import tree_around
 
 LAYERS = RequiredOutputs((0, 1, -1))
 DTYPES = (torch.bfloat16, torch.float32)
@@ -173,7 +173,7 @@ def test_rows_of_trained_bases_are_equal(shared, name, dtype):
 def test_the_attention_is_the_usual_one_up_to_rounding(make_family, label, sizes):
     base, chance = make_family(label, torch.float32, max_position_embeddings=1024, **sizes), random.Random(0)
     base = replace(base, check=False)  # LLaMA's own forward knows no chunks
-    runners = Runner(base), Runner(replace(base, bitwise=False))
+    runners = make_runner(base), make_runner(replace(base, bitwise=False))
     assert runners[0].row_multiple and runners[1].row_multiple is None
     for num_cached, num_pending, num_nodes in ((0, 1, 9), (63, 2, 150), (511, 40, 70), (600, 1, 150), (200, 300, 30)):
         text = [chance.randrange(40) for _ in range(num_cached + num_pending)]
@@ -220,7 +220,7 @@ def test_rows_of_steps_of_fixed_shape_are_equal(uncompiled, dtype):
 def test_rows_of_steps_of_a_family_are_equal_and_the_usual_ones_up_to_rounding(uncompiled, make_family, label, sizes):
     base = replace(make_family(label, torch.float32, max_position_embeddings=720, **sizes), check=False)
     assert count_different(base, 110, compile=True)[1] == 0
-    runners, chance = (make_runner(base, compile=True), Runner(replace(base, bitwise=False))), random.Random(0)
+    runners, chance = (make_runner(base, compile=True), make_runner(replace(base, bitwise=False))), random.Random(0)
     text = [chance.randrange(40) for _ in range(240)]
     tree, _ = tree_around(text[:9], 50, 40, chance)
     outputs = []
@@ -281,15 +281,15 @@ def test_rows_differ_with_the_usual_attention(uncompiled, dtype, compile):
 
 def test_rows_differ_where_they_are_not_filled_up_or_on_intel_without_mkls_strict_mode(monkeypatch):
     if "Intel" in processor_name():  # there the strict mode is the measure: it sums any number of rows alike
-        code = "from inference import load_base; from inference.verifier.runner import Runner;"
-        code += "Runner(load_base('checkpoints/tiny-chat', 'float32', bitwise=True))"
+        code = "from inference import load_base; from inference.verifier.compiled import make_runner;"
+        code += "make_runner(load_base('checkpoints/tiny-chat', 'float32', bitwise=True))"
         loose = {**os.environ, "MKL_CBWR": "AUTO"}
         run = subprocess.run([sys.executable, "-c", code], env=loose, capture_output=True, text=True)
         assert "checkpoints/tiny-chat has no bit-identical rows here" in run.stderr
         return
     base = load_base("checkpoints/tiny-chat", "float32", bitwise=True)
-    assert Runner(base).row_multiple > 1
-    monkeypatch.setattr("inference.verifier.runner.row_multiple", lambda runner: 1)
+    assert make_runner(base).row_multiple > 1
+    monkeypatch.setattr("inference.verifier.compiled.row_multiple", lambda runner: 1)
     num_compared, num_different = count_different(base, 300)
     assert num_different > num_compared / 2
 
@@ -305,7 +305,9 @@ def test_rows_differ_where_tails_are_longer_than_a_product_sums_at_once(monkeypa
 
 
 def test_bits_are_kept_by_default_in_half_precision_only(toy_tokenizer, make_family):
-    multiples = {dtype: Runner(replace(make_family("LLaMA", dtype), bitwise=None)).row_multiple for dtype in DTYPES}
+    multiples = {
+        dtype: make_runner(replace(make_family("LLaMA", dtype), bitwise=None)).row_multiple for dtype in DTYPES
+    }
     assert multiples[torch.bfloat16] and multiples[torch.float32] is None
 
 
@@ -313,8 +315,8 @@ def test_bits_are_kept_by_default_in_half_precision_only(toy_tokenizer, make_fam
 def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make_family, label):
     base = make_family(label, torch.bfloat16)
     with pytest.raises(ValueError, match="toy has no bit-identical rows here: leave out --bitwise or bitwise=True"):
-        Runner(base)
-    runner = Runner(replace(base, bitwise=None))
+        make_runner(base)
+    runner = make_runner(replace(base, bitwise=None))
     assert runner.row_multiple is None
     generate(replace(base, bitwise=None), [3, 4], max_new_tokens=2)  # whose runner is kept
     with pytest.raises(ValueError, match="toy has no bit-identical rows here"):
@@ -326,7 +328,7 @@ def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make
 def test_a_width_whose_products_depend_on_the_number_of_rows_is_found(make_family):
     sizes = {"hidden_size": 240, "intermediate_size": 650, "num_attention_heads": 5, "vocab_size": 1024}
     base = make_family("LLaMA", torch.float32, **sizes)  # the last of 650 values are computed without vectors
-    assert Runner(base).row_multiple == 16
+    assert make_runner(base).row_multiple == 16
     assert_all_equal(base, 60)
 
 
@@ -334,7 +336,7 @@ def test_the_model_itself_computes_as_before(make_family):
     base = make_family("LLaMA", torch.bfloat16)
     ids = torch.randint(3, 40, (2, 50), generator=torch.Generator().manual_seed(0))
     before = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
-    assert Runner(base).row_multiple and base.model.config._attn_implementation == "sdpa_bitwise"
+    assert make_runner(base).row_multiple and base.model.config._attn_implementation == "sdpa_bitwise"
     after = base.model(ids).logits, base.model.generate(ids, max_new_tokens=20, do_sample=False)
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
 
@@ -354,7 +356,7 @@ def test_texts_in_bfloat16_are_those_without_a_drafter(temperature):
 
 
 def test_drafts_are_no_deeper_than_the_split_of_the_keys_allows():
-    runner = Runner(load_base("checkpoints/tiny-chat", "bfloat16"))
+    runner = make_runner(load_base("checkpoints/tiny-chat", "bfloat16"))
     assert runner.prepare(100) == 100 + bitwise.MAX_DEPTH
     assert runner.prepare(runner.context_length - 3) == runner.context_length
-    assert Runner(load_base("checkpoints/tiny-chat")).prepare(100) == runner.context_length
+    assert make_runner(load_base("checkpoints/tiny-chat")).prepare(100) == runner.context_length

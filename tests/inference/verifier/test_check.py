@@ -14,7 +14,7 @@ from inference.verifier import attention, check
 from inference.verifier.attention import causal_tree_mask
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache
-from inference.verifier.runner import Runner
+from inference.verifier.compiled import make_runner
 
 
 @pytest.fixture
@@ -91,14 +91,14 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_an_error_of_the_engine_is_found_by_the_check(fresh_base, monkeypatch, wrong, dtype):
     label, where, replacements = WRONG[wrong]
-    Runner(fresh_base(label, dtype))  # right without the error
+    make_runner(fresh_base(label, dtype))  # right without the error
     for place, name, replacement in replacements:
         monkeypatch.setattr(place, name, replacement)
     base = fresh_base(label, dtype)
     with pytest.raises(ValueError, match=f"toy is not supported: in .*{where}.* its logits are not those") as caught:
-        Runner(base)
+        make_runner(base)
     assert "\n" not in str(caught.value)
-    Runner(replace(base, check=False))
+    make_runner(replace(base, check=False))
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_model_that_changes_its_logits_is_refused_by_every_door(fresh_base, to
     base = fresh_base()
     base.model.register_forward_hook(negate_logits)
     with pytest.raises(ValueError, match="in a plain forward its logits are not those of the model's own forward"):
-        Runner(base)
+        make_runner(base)
     for call in (generate, stream):
         with pytest.raises(ValueError, match="pass check=False"):
             call(base.model, [3, 4, 5], tokenizer=toy_tokenizer)
@@ -142,7 +142,7 @@ def test_an_encoder_decoder_model_is_refused(toy_tokenizer):
 
     config = T5Config(vocab_size=40, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)
     with pytest.raises(ValueError, match="encoder-decoder"):
-        Runner(Base("T5", AutoModelForSeq2SeqLM.from_config(config), toy_tokenizer))
+        make_runner(Base("T5", AutoModelForSeq2SeqLM.from_config(config), toy_tokenizer))
 
 
 def adapt(model, kind, **options):
@@ -199,7 +199,7 @@ def test_a_base_that_drops_out_is_refused_until_it_is_in_evaluation_mode(fresh_b
             lambda: written_text(base, prompt, 8, check=False),
             lambda: stream(base, prompt),
             lambda: base.model.generate(torch.tensor([prompt]), **arguments),
-            lambda: Runner(replace(base, check=False)),
+            lambda: make_runner(replace(base, check=False)),
         ):
             with pytest.raises(ValueError, match=f"is in training mode, and its .*{part}.* drops out at random: call"):
                 call()
@@ -230,7 +230,7 @@ def test_autocast_is_refused_in_one_line_and_outside_of_it_all_is_as_before(fres
                 lambda: written_text(base, prompt, 8),
                 lambda: stream(base, prompt),
                 lambda: base.model.generate(torch.tensor([prompt]), **arguments),
-                lambda: Runner(base),
+                lambda: make_runner(base),
             ):
                 with pytest.raises(ValueError, match="decodes in the dtype of its weights: call it outside of"):
                     call()
@@ -260,7 +260,7 @@ def test_the_model_is_left_as_it_was(fresh_base, label):
     base.model.base_model.get_input_embeddings().eval()
     before, training = copy.deepcopy(base.model.state_dict()), [module.training for module in base.model.modules()]
     config, rng = copy.deepcopy(base.model.config), torch.get_rng_state()
-    Runner(base)
+    make_runner(base)
     assert [module.training for module in base.model.modules()] == training
     assert all(torch.equal(value, base.model.state_dict()[name]) for name, value in before.items())
     assert base.model.config.to_dict() == config.to_dict() and torch.equal(rng, torch.get_rng_state())
@@ -275,9 +275,9 @@ def test_a_model_is_checked_once_for_each_state(fresh_base, monkeypatch):
         written_text(base, [5, 6, 7], 4)
     assert len(checked) == 1
     base.model.set_attn_implementation("eager")
-    Runner(base)
+    make_runner(base)
     base.model.set_attn_implementation("sdpa")
-    Runner(base)
+    make_runner(base)
     assert len(checked) == 2
 
 

@@ -121,7 +121,7 @@ def test_sampled_texts_hidden_states_and_caches_are_those_of_the_eager_engine(
         torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=0, atol=1e-9)
         for runner in (eager, compiled):
             runner.commit(path)
-    for ours, theirs in zip(compiled._cache.layers, eager._cache.layers, strict=True):
+    for ours, theirs in zip(compiled.cache.layers, eager.cache.layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=1e-9)
         torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-9)
 

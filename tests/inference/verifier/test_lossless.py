@@ -32,7 +32,7 @@ SAMPLERS = {name: sampler or Greedy() for name, sampler in KEYED.items()}
 
 def other_runner(runner, make_base):
     """A draft model: half of the base, so that it is right sometimes."""
-    base = make_base(layers=1, dtype=runner.dtype, predictable=True)
+    base = make_base(layers=1, dtype=runner.attention.dtype, predictable=True)
     return Runner(base)
 
 

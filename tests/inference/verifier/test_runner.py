@@ -113,7 +113,7 @@ def test_accepted_nodes_that_are_in_place_are_not_copied(base, monkeypatch):
         runner.reset()
         runner.forward([3, 4], tree, NOTHING)
         with monkeypatch.context() as patch:
-            patch.setattr(runner._cache, "keep", lambda length, moved: asked.append((length, moved)))
+            patch.setattr(runner.cache, "keep", lambda length, moved: asked.append((length, moved)))
             runner.commit(path)
     assert asked == [(2, []), (4, []), (4, [5]), (2, [6])]
 
@@ -124,9 +124,9 @@ def test_the_static_cache_is_one_buffer_that_is_reused_for_the_next_text(base):
     for _ in range(2):
         runner.forward([3, 4, 5], DraftTree(), NOTHING)
         runner.commit([])
-        buffer = runner._cache.buffer
+        buffer = runner.cache.buffer
         runner.reset()
-    assert buffer is runner._cache.buffer and buffer.is_contiguous()
+    assert buffer is runner.cache.buffer and buffer.is_contiguous()
     assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
 
 

@@ -92,7 +92,7 @@ def test_a_resumed_text_keeps_the_cache_of_all_shared_tokens_but_the_last(pseudo
 
 
 def test_the_comparison_of_two_texts_starts_after_the_known_prefix():
-    assert common_prefix([1, 2, 3], [9, 9, 3, 4], num_known=2) == 3
+    assert common_prefix([1, 2, 3], [9, 9, 3, 4], num_shared=2) == 3
     assert common_prefix([1, 2], [1, 2, 3]) == common_prefix([1, 2, 3], [1, 2]) == 2
     assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 

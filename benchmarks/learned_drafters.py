@@ -39,7 +39,6 @@ DEEP = {"num_layers": 3, **FUSED}
 TOKENS = {"tokens_in_context": True}
 LOOKUP = {"lookup": True}
 SELFLESS = {"merge_repeats": False}
-LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
@@ -59,7 +58,6 @@ ARMS = {
         Arm("eagle", "EAGLE", {"depth": 6}),
         Arm("eagle_8", "EAGLE", {"depth": 8}),
         Arm("eagle3", "EAGLE3", EAGLE3),
-        Arm("eagle3_lk", "EAGLE3", {**EAGLE3, "divergence": "lk"}),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, **BIAS, **TRUNK}),
         Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
@@ -72,8 +70,6 @@ ARMS = {
         Arm("ctc_markov", "CTC", {**BIAS, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
-        Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
-        Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **LK, "divergence": "lk_hybrid", "distillation": 1.0, **FRAMES}),
         Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, **FUSED}),
         Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}),
         Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),

@@ -90,7 +90,7 @@ def cross_entropy(
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
     `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to decay^(u-1) and sum to one.
-    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u d(p, p_u(. | y_{u-1})), see `distillation`.
+    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u KL(p || p_u(. | y_{u-1})) with the base's p.
 
     The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
     Frames beyond the number of labels are not trained. The metric is ``expected_acceptance``, the mean of
@@ -111,7 +111,7 @@ def cross_entropy(
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
             draft = lambda: exponentials * (largest - log_sum).exp()  # noqa: E731 - (A, U, V)
-            loss = loss + label_loss.distillation(x, draft, weight, head, options)
+            loss = loss + label_loss.distilled(x, draft, weight, head, options)
         return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]

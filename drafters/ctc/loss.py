@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_choices
 from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
 from drafters.losses.label_loss import LabelLossOptions
@@ -40,6 +40,7 @@ class CTCLossOptions(LabelLossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choices(self)
         check_at_least(1, num_labels=self.num_labels)
 
 
@@ -64,7 +65,7 @@ def ctc_loss(
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
     weights w_u of an anchor are proportional to decay^(u-1) and sum to one. ``label_weight`` multiplies the objective.
-    Distillation adds sum_u w_u d(p, q(. | y_<u)), see `distillation`, where q is the exact distribution of the draft's
+    Distillation adds sum_u w_u KL(p || q(. | y_<u)), where p is the base's and q the exact distribution of the draft's
     next token over the (draft) vocabulary. Labels that no alignment can reach, because there are too few frames,
     contribute nothing.
 
@@ -85,7 +86,7 @@ def ctc_loss(
         loss = options.label_weight * objective
         if options.distillation:
             draft = partial(next_token_probs, emissions, states, x.labels, merge_repeats)  # (A, U, V)
-            loss = loss + label_loss.distillation(x, draft, weight, head, options)
+            loss = loss + label_loss.distilled(x, draft, weight, head, options)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 

@@ -38,7 +38,6 @@ FUSED = {"hidden_layers": [2, 4, -1]}
 DEEP = {"num_layers": 3, **FUSED}
 TOKENS = {"tokens_in_context": True}
 LOOKUP = {"lookup": True}
-SELFLESS = {"merge_repeats": False}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
@@ -77,7 +76,6 @@ ARMS = {
         Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, **TEN_FRAMES}),
         Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}),
         Arm("ctc_10_8_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}, MUON),
-        Arm("ctc_10_selfless_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, "num_labels": 10, **SELFLESS, **TOKENS}, MUON),
         Arm("ctc_deep", "CTC", {**BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
@@ -85,7 +83,6 @@ ARMS = {
         Arm("block_smollm2_copy", "Block", {**TRUNK, **REAL, **LOOKUP, "copy": True}, REAL_MUON),
         Arm("ctc_smollm2", "CTC", REAL_CTC, REAL_MUON),
         Arm("ctc_smollm2_copy", "CTC", {**REAL_CTC, "copy": True}, REAL_MUON),
-        Arm("ctc_smollm2_selfless", "CTC", {**REAL_CTC, **SELFLESS}, REAL_MUON),
         Arm("ctc_smollm2_adamw", "CTC", REAL_CTC, REAL_ADAMW),
         Arm("ctc_smollm2_no_lookup", "CTC", {**REAL_CTC, "lookup": False}, REAL_MUON),
         Arm("ctc_smollm2_no_bias", "CTC", {**REAL_CTC, "markov_rank": 0}, REAL_MUON),
@@ -97,7 +94,7 @@ ARMS = {
 }
 GROUPS = {
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "block_deep_muon", "ctc_deep_muon"],
-    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon", "ctc_10_selfless_muon"],
+    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
 }
 SHOWN = (4, 16, 64)  # numbers of nodes in the tables
 
@@ -110,7 +107,7 @@ def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
         return {"dynamic": {"num_nodes": BUDGETS[-1]}}
     trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
     if arm.drafter == "CTC" and paper_table2.fits(arm):
-        trees += ["frames", "paper"]
+        trees.append("paper")
     return {tree: {"tree": tree, "num_nodes": BUDGETS[-1]} for tree in trees}
 
 

@@ -16,31 +16,29 @@ from drafters.trees.search import Candidates, SearchLimits, search
 BLANK = -1  # in a tree over frames
 
 
-def paper_trees(candidates: Candidates, limits: SearchLimits, same_length: bool = True) -> list[DraftTree]:
+def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
     """The texts of the most probable frame sequences, as many as fit into ``num_nodes`` nodes (CTC-drafter, section 3).
 
-    The trees of `raw_trees` are collapsed and then pruned. Unlike in the original code the result is a tree of texts:
+    The probability of a frame sequence is the product of the tokens or blanks that it chooses. All of them have T
+    frames, as "all the raw sequences keep the same length" (section 3.1); only the last one is cut where the tree is
+    full. This tree over frames is collapsed and then pruned. Unlike in the original code the result is a tree of texts:
     neither blanks nor duplicates are fed, and a node's depth is its position in the text. Merged paths waste node
     budget, so usually fewer than ``num_nodes`` nodes are fed.
     """
-    trees = (collapsed(tree, BLANK) for tree in raw_trees(candidates, limits.num_nodes, same_length))
+    tokens, frames = with_blank(candidates)
+    # A node then counts with the probability of its best completion, in units of the best sequence's.
+    best_completions = Candidates(tokens, frames / frames.max(2, keepdims=True))
+    raw_trees = search(best_completions, SearchLimits(limits.num_nodes, frames.shape[1]))
+    trees = (collapsed(tree, BLANK) for tree in raw_trees)
     return [tree.pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in trees]
 
 
-def raw_trees(candidates: Candidates, num_nodes: int, same_length: bool = True) -> list[DraftTree]:
-    """Trees over frames, whose paths choose a token or the blank in each of the frames 1..t.
-
-    The probability of a frame sequence is the product of its choices. With ``same_length`` the paths are the most
-    probable sequences of all T frames, as "all the raw sequences keep the same length" (section 3.1); only the last one
-    is cut where the tree is full. Otherwise they are the most probable sequences of any length.
-    """
+def with_blank(candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """The symbols (A, C + 1) of CTC frames, with `BLANK` as the last, and their probabilities (A, T, C + 1)."""
     tokens, probs, blank, _ = candidates
     assert blank is not None, "the paper's tree has blanks"
-    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)  # (A, C + 1)
-    frames = np.concatenate([probs, blank[..., None]], axis=2)
-    if same_length:  # a node then counts with the probability of its best completion, in units of the best sequence's
-        frames /= frames.max(2, keepdims=True)
-    return search(Candidates(symbols, frames), SearchLimits(num_nodes, probs.shape[1]))
+    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)
+    return symbols, np.concatenate([probs, blank[..., None]], axis=2)
 
 
 def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
@@ -77,7 +75,6 @@ def draw(
     generator: np.random.Generator,
     bias: TokenBias | None = None,
     temperature: float = 1.0,
-    merge_repeats: bool = True,
 ) -> DraftTree:
     """Sample texts independently and merge them into one tree.
 
@@ -99,7 +96,7 @@ def draw(
         tempered = lambda tokens: bias(tokens).double() / temperature  # noqa: E731
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
     symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
-    texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
+    texts = [collapse(frames, logits.shape[1] - 1) for frames in symbols]
     tree, draws = merge(texts, limits)
     if not draws:
         return DraftTree()
@@ -108,7 +105,7 @@ def draw(
     above = [ROOT if node == ROOT else index[tree.parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
     frames = FrameDistributions(logits, tempered(last) if tempered else None)
-    distribution = spell(frames, last, above, merge_repeats).next_token_probs()
+    distribution = spell(frames, last, above).next_token_probs()
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
     pairs = zip(draws.items(), distribution, strict=True)
     distributions = (ChildDistribution(node, probs, tuple(children)) for (node, children), probs in pairs)
@@ -206,7 +203,7 @@ class FrameDistributions:
 
 
 @dataclass(frozen=True)
-class Texts:
+class Spelling:
     """How the frames spell each of G texts."""
 
     frames: FrameDistributions
@@ -214,19 +211,17 @@ class Texts:
     blank_end: Tensor  # (G, T + 1) b_t for t = 0..T
     label_end: Tensor  # (G, T + 1) n_t
     prefix: Tensor  # (G,) P(the text begins with g)
-    merge_repeats: bool
 
     def next_token_probs(self) -> Tensor:
         """q(c | g) of every token c, (G, V)."""
         blank_end, label_end = self.blank_end[:, :-1], self.label_end[:, :-1]
         begins = self.frames.mixed(blank_end + label_end)
-        if self.merge_repeats:  # then a token is repeated only after a blank
-            texts = torch.arange(len(begins), device=begins.device)
-            begins[texts, self.tokens] = (self.frames.at(texts, self.tokens) * blank_end).sum(-1)
+        texts = torch.arange(len(begins), device=begins.device)
+        begins[texts, self.tokens] = (self.frames.at(texts, self.tokens) * blank_end).sum(-1)  # only after a blank
         return begins[:, :-1] / self.prefix[:, None]
 
 
-def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_repeats: bool = True) -> Texts:
+def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Spelling:
     """Run the recursion for G texts at once; the frames have the biases of these texts, if there are any.
 
     Takes the last token of each text (G,), and the index (G,) of each text without its last token. Text 0 is the empty
@@ -238,10 +233,7 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_rep
     enter[0] = 0.0
     stay = frames.at(texts, tokens)  # p_t(c | c)
     blank = frames.at(texts, torch.full_like(tokens, frames.blank))
-    if merge_repeats:
-        enters_from_label = (tokens != tokens[parents]).to(enter)
-    else:
-        stay, enters_from_label = torch.zeros_like(stay), torch.ones_like(enter[:, 0])
+    enters_from_label = (tokens != tokens[parents]).to(enter)
     blank_end, label_end = enter.new_zeros(2, frames.num_frames + 1, len(tokens))
     blank_end[0, 0] = 1.0
     prefix = enter.new_zeros(len(tokens))
@@ -252,4 +244,4 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_rep
         label_end[t + 1] = stay[:, t] * n + entering
         blank_end[t + 1] = blank[:, t] * (b + n)
     prefix[0] = 1.0
-    return Texts(frames, tokens, blank_end.T, label_end.T, prefix, merge_repeats)
+    return Spelling(frames, tokens, blank_end.T, label_end.T, prefix)

@@ -146,8 +146,8 @@ class EAGLE3(AutoregressiveDrafter):
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted mean over depths of the cross-entropy with the base's distribution.
 
-        It counts paths within the assistant's text. With a draft vocabulary the base's distribution is that over its tokens, and a path ends before a position at
-        which the base's most probable token is none of them.
+        It counts paths within the assistant's text. With a draft vocabulary the base's distribution is that over its
+        tokens, and a path ends before a position at which the base's most probable token is none of them.
         """
         options = self.loss_options
         drafted, vocabulary = restricted(base_weights, self.draft_tokens)

@@ -44,7 +44,6 @@ KINDS = {
     "ctc, causal window": (CTC, {"window": 4, "causal": True, "num_layers": 2}),
     "ctc, three fused layers": (CTC, {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 3}),
     "ctc, lookup": (CTC, {"lookup": True, "markov_rank": 3}),
-    "ctc, selfless": (CTC, {"merge_repeats": False, "markov_rank": 3}),
     "block": (Block, {}),
     "block, bias and chain": (Block, {"tree": "chain", "markov_rank": 3, "markov_factors": "base"}),
     "block, causal": (Block, {"causal": True, "num_layers": 2, "tokens_in_context": True, "lookup": True}),
@@ -257,7 +256,7 @@ WRONG = {
         *({"teacher_temperature": -0.5}, {"distillation_steps": -1}),
         *({"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
     ],
-    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
+    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}],
     "block": [{"num_frames": 0}, {"num_frames": 1, "sample_from_anchor": False}, {"tree": "paper"}],
     "medusa": [{"num_heads": 0}, {"num_layers": 0}, {"top_k": 0}, {"num_nodes": -1}, {"tree": "bush"}],
     "hydra": [{"width": 0}, {"num_anchors": -1}, {"decay": -0.5}],
@@ -276,6 +275,6 @@ WRONG = {
     ("kind", "arguments"), [(kind, arguments) for kind, every in WRONG.items() for arguments in every], ids=str
 )
 def test_a_wrong_option_is_refused_by_its_name_in_one_line(make, kind, arguments):
-    with pytest.raises(ValueError, match="repeats" if "merge_repeats" in arguments else next(iter(arguments))) as error:
+    with pytest.raises(ValueError, match=next(iter(arguments))) as error:
         make(kind, **arguments)
     assert "\n" not in str(error.value)

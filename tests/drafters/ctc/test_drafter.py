@@ -35,7 +35,6 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"tree": "chain", "markov_rank": 3},
         {"markov_rank": 3, "markov_factors": "base"},
         {"tree": "paper"},
-        {"tree": "frames"},
         {"root_everywhere": False},
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},
@@ -178,12 +177,11 @@ def passage_at(drafter, ids, anchor):
     return tokens[0, 0].tolist(), lengths[0, 0].item()
 
 
-@pytest.mark.parametrize("merges", [True, False])
 @pytest.mark.parametrize(
     "arguments", [{"markov_rank": 3}, {}, {"tree": "chain", "markov_rank": 3}, {"lookup": True, "copy": True}], ids=str
 )
-def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments, merges):
-    drafter = make_ctc(merge_repeats=merges, **arguments)
+def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments):
+    drafter = make_ctc(**arguments)
     hidden, ids = torch.randn(12, 16), torch.randint(0, 3 if drafter.copies else 23, (12,))
     anchors = torch.tensor([3, 7, 11])
     trees = drafter.draft_at(hidden, ids, anchors, base_weights)
@@ -202,7 +200,7 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
                 left, right = drafter.markov.factors(torch.cat([ids[anchor].reshape(1, 1), labels], 1), base_weights)
             anchored = AnchoredFrames(frames[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
             emissions = emit(anchored, base_weights.head, CTCOutput(drafter.blank_row, drafter.blank_bias[0], right))
-            states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels, merges)
+            states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels)
             is_copied = tree.path_tokens(node) == passage[: tree.depths[node]]
             expected = (1 - share) * states.prefix[0, -1].exp().item() + share * is_copied
             if not is_copied or probability != pytest.approx(share):  # what the search did not find is only copied
@@ -216,13 +214,3 @@ def test_whether_a_chain_copies_does_not_depend_on_how_deep_it_may_be(make_ctc, 
     for depth in (1, 2, 3):
         chains = zip(drafter.draft_at(*inputs, Limits(max_depth=depth)), drafter.draft_at(*inputs), strict=True)
         assert all(list(chain.tokens) == list(deepest.tokens[:depth]) for chain, deepest in chains)
-
-
-def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights, text):
-    drafter, (hidden, ids) = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999), text
-    # All tokens are equally probable: a few texts repeat one.
-    drafter.attach_base_weights(BaseWeights(base_weights.embedding, torch.zeros_like(base_weights.head)))
-    tree = ready(drafter, hidden, ids, 7).propose(ids[:8].tolist(), Limits(max_depth=99, max_nodes=999))
-    leaves = set(range(len(tree))) - set(tree.parents)
-    assert {len(tree.path_tokens(node)) for node in leaves} == {drafter.num_frames}
-    assert any(tree.tokens[node] == tree.tokens[parent] for node, parent in enumerate(tree.parents) if parent >= 0)

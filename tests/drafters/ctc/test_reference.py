@@ -10,18 +10,11 @@ V, ROOT = 3, 1
 
 
 @pytest.mark.parametrize(
-    ("frames", "merged", "kept"),
-    [
-        ([7, 7, 0, 7, 5], [7, 7, 5], [7, 7, 7, 5]),
-        ([0, 0], [], []),
-        ([7, 0, 0, 7], [7, 7], [7, 7]),
-        ([7, 7, 7], [7], [7, 7, 7]),
-        ([0, 5, 5, 6, 0], [5, 6], [5, 5, 6]),
-    ],
+    ("frames", "merged"),
+    [([7, 7, 0, 7, 5], [7, 7, 5]), ([0, 0], []), ([7, 0, 0, 7], [7, 7]), ([7, 7, 7], [7]), ([0, 5, 5, 6, 0], [5, 6])],
 )
-def test_collapse_merges_repeats_then_drops_blanks(frames, merged, kept):
+def test_collapse_merges_repeats_then_drops_blanks(frames, merged):
     assert collapse(torch.tensor(frames), blank=0) == merged
-    assert collapse(torch.tensor(frames), blank=0, merge_repeats=False) == kept
 
 
 def random_frames(num_frames, biased, scale=1.5):
@@ -31,32 +24,29 @@ def random_frames(num_frames, biased, scale=1.5):
     return logits * scale, table * scale if biased else None
 
 
-def spelled(texts, logits, table, merges=True):
+def spelled(texts, logits, table):
     """`spell` of a prefix-closed list of texts, the empty one first."""
     tokens = torch.tensor([text[-1] if text else ROOT for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else -1 for text in texts])
-    return spell(FrameDistributions(logits, None if table is None else table[tokens]), tokens, parents, merges)
+    return spell(FrameDistributions(logits, None if table is None else table[tokens]), tokens, parents)
 
 
-@pytest.mark.parametrize("merges", [True, False])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("num_frames", "scale"), [(1, 1.5), (2, 8.0), (5, 1.5), (5, 8.0)])
-def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num_frames, scale, biased, merges):
+def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num_frames, scale, biased):
     logits, table = random_frames(num_frames, biased, scale)
     probs = (logits[:, None] + (torch.zeros(V, V + 1) if table is None else table)).softmax(-1)
-    expected = literal_texts(probs, ROOT, merges)
+    expected = literal_texts(probs, ROOT)
     begins = expected.every()
     texts = [text for text in begins if begins[text] > 0]
     assert num_frames < 3 or (ROOT, ROOT) in texts
-    spelling, every = (
-        spelled(texts, logits, table, merges),
-        torch.tensor([begins[text] for text in texts], dtype=torch.float64),
-    )
+    spelling = spelled(texts, logits, table)
+    every = torch.tensor([begins[text] for text in texts], dtype=torch.float64)
     whole = torch.stack([expected.whole(text) for text in texts])
     nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
     after = torch.tensor(nexts, dtype=torch.float64)
     torch.testing.assert_close(spelling.prefix, every, rtol=1e-10, atol=0)
-    plain = [text_probabilities(probs, ROOT, text, merges) for text in texts]
+    plain = [text_probabilities(probs, ROOT, text) for text in texts]
     torch.testing.assert_close(
         torch.tensor(plain, dtype=torch.float64), torch.stack([every, whole], 1), rtol=1e-9, atol=0
     )

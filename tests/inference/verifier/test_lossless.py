@@ -76,7 +76,6 @@ STATIC_TREE = [[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 0, 3]]
 LEARNED = {  # class, recipe, and options of the draft tree that change no weights
     "ctc": (drafters.CTC, CTC, {}),
     "ctc, paper tree": (drafters.CTC, CTC, {"tree": "paper"}),
-    "ctc, tree over frames": (drafters.CTC, CTC, {"tree": "frames"}),
     "ctc, chain": (drafters.CTC, CTC | {"causal": True}, {"tree": "chain"}),
     "ctc, bias between tokens": (drafters.CTC, CTC | {"markov_rank": 3}, {}),
     "ctc_deep": (drafters.CTC, CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1]}, {}),

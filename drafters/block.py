@@ -11,7 +11,6 @@ from drafters.checks import check_at_least
 from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.label_loss import LabelLossOptions
-from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
 from drafters.registry import register
@@ -63,15 +62,11 @@ class Block(ParallelDrafter):
         draft: BlockDraftOptions = BlockDraftOptions(),
     ) -> None:
         first_frame = 0 if trunk.sample_from_anchor else 1
-        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ)
-        self.first_frame = first_frame
-        self.loss_options = loss
-        rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
+        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ, first_frame)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
-        anchored, head, right = self.loss_inputs(batch, base_weights, with_teacher=bool(options.distillation))
+        anchored, head, right = self.loss_inputs(batch, base_weights)
         return cross_entropy(anchored, head, right, options, batch.divisor)
 
 

@@ -1,7 +1,7 @@
 """Medusa and its base class, which Hydra shares: one head per draft token, reading the state that decided the root."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,14 +16,12 @@ from drafters.losses import anchors as anchor_positions
 from drafters.losses import distillation, gathered_logits
 from drafters.losses.chunks import anchors_per_chunk, chunks
 from drafters.nn.draft_cache import CachingDrafter, Context
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
+from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import static
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
-
-ANCHORS_AT_ONCE = 512  # drafted together on a known text, of one row each; fewer if a draft has several rows
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class HeadDrafter(CachingDrafter):
     have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
     """
 
-    rows_per_anchor = 1  # rows of one draft that go through an output layer together
+    anchors_at_once = 512
 
     def __init__(
         self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
@@ -203,17 +201,11 @@ class HeadDrafter(CachingDrafter):
         root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
         return self.trees(state, root, base_weights, limits)[0]
 
-    @torch.inference_mode()
-    def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
-    ) -> list[DraftTree]:
-        if min(limits.max_depth, limits.max_nodes) < 1:
-            return [DraftTree()] * len(anchors)
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
         states = self.encode(hidden[None])[0]
-        trees: list[DraftTree] = []
-        for part in anchors.split(max(1, ANCHORS_AT_ONCE // self.rows_per_anchor)):
-            trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], base_weights, limits)
-        return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]
+        return lambda anchors: self.trees(states[anchors - 1], input_ids[anchors], base_weights, limits)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
 from drafters.ctc.trees import TokenBias, draw, paper_trees
 from drafters.losses import gathered_logits
-from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
@@ -71,6 +70,7 @@ class CTC(ParallelDrafter):
     """
 
     has_blank = True
+    loss_options: CTCLossOptions
 
     def __init__(
         self,
@@ -89,19 +89,16 @@ class CTC(ParallelDrafter):
         if trunk.copy and (loss.objective == "ctc" or draft.tree == "paper"):
             raise ValueError("objective ctc and tree paper know no copies: take prefix")
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
-        self.loss_options = loss
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
-        rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
 
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
-        anchored, head, right = self.loss_inputs(batch, base_weights, bool(options.distillation))
+        anchored, head, right = self.loss_inputs(batch, base_weights)
         output = CTCOutput(self.blank_row, self.blank_bias[0], right)
         return ctc_loss(anchored, head, output, options, batch.divisor)
 

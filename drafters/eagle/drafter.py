@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,12 +22,10 @@ from drafters.checks import (
 )
 from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.transformer import Attention, FeedForward, RMSNorm, RotaryEmbedding
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs
+from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs
 from drafters.tree import DraftTree
 from drafters.trees import dynamic, static
 from drafters.trees.search import SearchLimits
-
-ANCHORS_AT_ONCE = 16  # drafted together on a known text
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,8 @@ class AutoregressiveDrafter(CachingDrafter):
     and `logits`; they are made of the base's ``hidden_layers``.
     """
 
+    anchors_at_once = 16
+
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
     ) -> None:
@@ -177,8 +177,6 @@ class AutoregressiveDrafter(CachingDrafter):
         return [keys_values, (residual[:, None], x[:, None])]
 
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        if not self.draft_options.num_nodes:
-            return DraftTree()
         num_pairs = self._cache.length
         (keys, values), (residuals, inputs) = self._cache.read()
         anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
@@ -205,25 +203,21 @@ class AutoregressiveDrafter(CachingDrafter):
             return [DraftTree()] * len(logits)
         return dynamic.draw(logits, feed, depth, options.draws, options.temperature, generator, limits.eos)
 
-    @torch.inference_mode()
-    def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
-    ) -> list[DraftTree]:
-        after_first = anchors[anchors > 0]  # before the first token nothing is observed
-        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1 or len(after_first) == 0:
-            return [DraftTree()] * len(anchors)
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
         positions = torch.arange(len(hidden) - 1, device=hidden.device)
         pairs = hidden[None, :-1], positions[None], input_ids[None, 1:]
         context, (residuals, inputs) = self._pairs(*pairs, base_weights)
-        trees: list[DraftTree] = []
         generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
-        for part in after_first.split(ANCHORS_AT_ONCE):
-            paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
-            logits = paths.start(residuals[0, 0, part - 1][:, None], inputs[0, 0, part - 1][:, None])
+
+        def draft(anchors: Tensor) -> list[DraftTree]:
+            paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None], self.window)
+            logits = paths.start(residuals[0, 0, anchors - 1][:, None], inputs[0, 0, anchors - 1][:, None])
             # Without their distributions, each of which is as large as the vocabulary.
-            trees += [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
-        drafted = iter(trees)
-        return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
+            return [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
+
+        return draft
 
 
 @dataclass(eq=False)

@@ -18,9 +18,6 @@ from drafters import (
     Medusa,
     StepResult,
     TrainingBatch,
-    eagle,
-    medusa,
-    parallel,
 )
 from tests.conftest import check_tree
 from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
@@ -102,12 +99,9 @@ def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(mak
         check_tree(live[-1], V)
     assert len({tuple(tree.tokens) for tree in live}) > 1
     assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    for module in (parallel, medusa, eagle.drafter):
-        monkeypatch.setattr(module, "ANCHORS_AT_ONCE", 2)
-    assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    if not isinstance(drafter, CTC | Block):  # before the first token nothing is observed
-        anchors = torch.tensor([0, *anchors])
-        assert drafter.draft_at(hidden, ids, anchors, base_weights, limits) == [DraftTree(), *live]
+    monkeypatch.setattr(drafter, "anchors_at_once", 2)
+    anchors = torch.tensor([0, *anchors])  # before the first token nothing is observed
+    assert drafter.draft_at(hidden, ids, anchors, base_weights, limits) == [DraftTree(), *live]
 
 
 @each_class

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import BaseWeights, Limits, TrainingBatch, parallel
+from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
@@ -75,7 +75,7 @@ def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
         first = max(0, anchor - 5)
         window, root = torch.arange(first, anchor), whole.roots(ids[None], at[:, index, None])
         context = whole.context(hidden[None, window], window[None], ids[None, window], base_weights.embedding)
-        expected = whole._frames(context, root, base_weights.embedding, None)[0, 0]
+        expected = whole.frames(context, root, base_weights.embedding, None)[0, 0]
         torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
     assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
@@ -157,7 +157,7 @@ def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_i
 def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text, monkeypatch):
     (hidden, ids), drafter, reads = text, make_ctc(), []
     drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
-    monkeypatch.setattr(parallel, "ANCHORS_AT_ONCE", 2)
+    monkeypatch.setattr(drafter, "anchors_at_once", 2)
     drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights)
     assert len(reads) == 1
 
@@ -173,7 +173,7 @@ def passage_at(drafter, ids, anchor):
     """The tokens that a drafter may copy at an anchor, and the number of tokens before them that match."""
     if not drafter.copies:
         return [], 0
-    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1), drafter.num_frames)
+    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1))
     return tokens[0, 0].tolist(), lengths[0, 0].item()
 
 

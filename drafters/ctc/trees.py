@@ -1,7 +1,6 @@
 """The CTC drafter's other trees: the paper's own, and trees drawn from the frames for exact rejection sampling."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -104,8 +103,7 @@ def draw(
     last = [root if node == ROOT else tree.tokens[node] for node in draws]
     above = [ROOT if node == ROOT else index[tree.parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
-    frames = FrameDistributions(logits, tempered(last) if tempered else None)
-    distribution = spell(frames, last, above).next_token_probs()
+    _, distribution = prefix_distributions(logits, last, above, tempered(last) if tempered else None)
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
     pairs = zip(draws.items(), distribution, strict=True)
     distributions = (ChildDistribution(node, probs, tuple(children)) for (node, children), probs in pairs)
@@ -157,91 +155,50 @@ def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[Growth,
     return merged, draws
 
 
-# ---- the exact distribution of drawn texts, by the recursion of `drafters.ctc.reference` for many texts at once
+# ---- the exact distribution of drawn texts
 
 
-class FrameDistributions:
-    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]), the distribution of frame t given the last emitted token l.
+def prefix_distributions(
+    logits: Tensor, tokens: Tensor, parents: Tensor, biases: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """P(the text begins with g) (G,) and q(c | g) of every token c (G, V), for G texts g at once.
 
-    The logits z_t (T, V + 1) have the blank last; the biases B[l_g, :] (G, V + 1) are those after the last tokens of G
-    texts, or None if B is 0. The softmax of a sum is the product of two factors divided by their inner product, so
-    (G, T, V) is never stored. All is computed in float64: the probability of a text is a product over all frames.
+    This is the recursion of `drafters.ctc.reference`, in float64 as a probability is a product over all frames. The
+    distributions softmax(z_t + B[l]) are products of two factors divided by their inner products, so that (G, T, V) is
+    never stored.
+
+    Args:
+        logits: (T, V + 1) z_t, the blank last.
+        tokens: (G,) the last token of each text. Text 0 is the empty one, and its token the root.
+        parents: (G,) the index of each text without its last token; that of text 0 is ignored.
+        biases: (G, V + 1) B[l] after each of these tokens; 0 by default.
     """
+    logits = logits.double()
+    biases = logits.new_zeros(1, logits.shape[1]) if biases is None else biases.double()
+    frames, factors = ((x - x.amax(-1, keepdim=True)).exp() for x in (logits, biases))  # (T, V + 1), (G, V + 1)
+    factors = factors.expand(len(tokens), -1)
+    totals = factors @ frames.T  # (G, T)
 
-    def __init__(self, logits: Tensor, biases: Tensor | None = None) -> None:
-        logits = logits.double()
-        self._bias: Tensor | None = None
-        if biases is None:
-            self._frame = logits.softmax(-1)
-            return
-        biases = biases.double()
-        self._frame = (logits - logits.amax(-1, keepdim=True)).exp()  # (T, V + 1)
-        self._bias = (biases - biases.amax(-1, keepdim=True)).exp()  # (G, V + 1)
-        self._total = self._bias @ self._frame.T  # (G, T)
-
-    @property
-    def num_frames(self) -> int:
-        return len(self._frame)
-
-    @property
-    def blank(self) -> int:
-        """Index of the blank, V."""
-        return self._frame.shape[1] - 1
-
-    def at(self, texts: Tensor, symbols: Tensor) -> Tensor:
+    def at(texts: Tensor, symbols: Tensor) -> Tensor:
         """p_t(symbol | last token of the text) for N pairs of a text's index and a symbol: (N, T)."""
-        probs = self._frame[:, symbols].T
-        if self._bias is None:
-            return probs
-        return probs * self._bias[texts, symbols][:, None] / self._total[texts]
+        return frames[:, symbols].T * factors[texts, symbols][:, None] / totals[texts]
 
-    def mixed(self, weights: Tensor) -> Tensor:
-        """sum_t w_t(g) p_t(v | last token of g) for weights (G, T): (G, V + 1), as one matrix product."""
-        if self._bias is None:
-            return weights @ self._frame
-        return (weights / self._total) @ self._frame * self._bias
-
-
-@dataclass(frozen=True)
-class Spelling:
-    """How the frames spell each of G texts."""
-
-    frames: FrameDistributions
-    tokens: Tensor  # (G,) last token of each text; that of the empty text is the root
-    blank_end: Tensor  # (G, T + 1) b_t for t = 0..T
-    label_end: Tensor  # (G, T + 1) n_t
-    prefix: Tensor  # (G,) P(the text begins with g)
-
-    def next_token_probs(self) -> Tensor:
-        """q(c | g) of every token c, (G, V)."""
-        blank_end, label_end = self.blank_end[:, :-1], self.label_end[:, :-1]
-        begins = self.frames.mixed(blank_end + label_end)
-        texts = torch.arange(len(begins), device=begins.device)
-        begins[texts, self.tokens] = (self.frames.at(texts, self.tokens) * blank_end).sum(-1)  # only after a blank
-        return begins[:, :-1] / self.prefix[:, None]
-
-
-def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Spelling:
-    """Run the recursion for G texts at once; the frames have the biases of these texts, if there are any.
-
-    Takes the last token of each text (G,), and the index (G,) of each text without its last token. Text 0 is the empty
-    one: its token is the root, and its parent is ignored.
-    """
-    texts = torch.arange(len(tokens), device=tokens.device)
-    parents = parents.clamp(min=0)
-    enter = frames.at(parents, tokens)  # (G, T): p_t(c | l)
+    texts, parents = torch.arange(len(tokens), device=tokens.device), parents.clamp(min=0)
+    enter, stay = at(parents, tokens), at(texts, tokens)  # p_t(c | l), p_t(c | c)
     enter[0] = 0.0
-    stay = frames.at(texts, tokens)  # p_t(c | c)
-    blank = frames.at(texts, torch.full_like(tokens, frames.blank))
+    blank = at(texts, torch.full_like(tokens, logits.shape[1] - 1))
     enters_from_label = (tokens != tokens[parents]).to(enter)
-    blank_end, label_end = enter.new_zeros(2, frames.num_frames + 1, len(tokens))
+    blank_end, label_end = enter.new_zeros(2, len(frames) + 1, len(tokens))  # b_t and n_t, t = 0..T
     blank_end[0, 0] = 1.0
-    prefix = enter.new_zeros(len(tokens))
-    for t in range(frames.num_frames):
+    begins = enter.new_zeros(len(tokens))
+    for t in range(len(frames)):
         b, n = blank_end[t], label_end[t]
         entering = enter[:, t] * (b[parents] + enters_from_label * n[parents])
-        prefix = prefix + entering
+        begins = begins + entering
         label_end[t + 1] = stay[:, t] * n + entering
         blank_end[t + 1] = blank[:, t] * (b + n)
-    prefix[0] = 1.0
-    return Spelling(frames, tokens, blank_end.T, label_end.T, prefix)
+    begins[0] = 1.0
+    blank_before, label_before = blank_end[:-1].T, label_end[:-1].T  # (G, T)
+    continued = ((blank_before + label_before) / totals) @ frames * factors  # (G, V + 1): P(the text begins with g.c)
+    continued[texts, tokens] = (stay * blank_before).sum(-1)  # a repetition enters from a blank alone
+    return begins, continued[:, :-1] / begins[:, None]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafters.ctc.reference import collapse, text_probabilities
-from drafters.ctc.trees import FrameDistributions, spell
+from drafters.ctc.trees import prefix_distributions
 
 V, ROOT = 3, 1
 
@@ -24,11 +24,11 @@ def random_frames(num_frames, biased, scale=1.5):
     return logits * scale, table * scale if biased else None
 
 
-def spelled(texts, logits, table):
-    """`spell` of a prefix-closed list of texts, the empty one first."""
+def distributions(texts, logits, table):
+    """`prefix_distributions` of a prefix-closed list of texts, the empty one first."""
     tokens = torch.tensor([text[-1] if text else ROOT for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else -1 for text in texts])
-    return spell(FrameDistributions(logits, None if table is None else table[tokens]), tokens, parents)
+    return prefix_distributions(logits, tokens, parents, None if table is None else table[tokens])
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -40,20 +40,18 @@ def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num
     begins = expected.every()
     texts = [text for text in begins if begins[text] > 0]
     assert num_frames < 3 or (ROOT, ROOT) in texts
-    spelling = spelled(texts, logits, table)
+    prefix, next_token = distributions(texts, logits, table)
     every = torch.tensor([begins[text] for text in texts], dtype=torch.float64)
     whole = torch.stack([expected.whole(text) for text in texts])
     nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
     after = torch.tensor(nexts, dtype=torch.float64)
-    torch.testing.assert_close(spelling.prefix, every, rtol=1e-10, atol=0)
+    torch.testing.assert_close(prefix, every, rtol=1e-10, atol=0)
     plain = [text_probabilities(probs, ROOT, text) for text in texts]
     torch.testing.assert_close(
         torch.tensor(plain, dtype=torch.float64), torch.stack([every, whole], 1), rtol=1e-9, atol=0
     )
-    exact = spelling.blank_end[:, -1] + spelling.label_end[:, -1]
-    torch.testing.assert_close(exact, whole, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(spelling.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(exact / spelling.prefix, 1 - spelling.next_token_probs().sum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(next_token, after / every[:, None], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(whole / every, 1 - next_token.sum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -61,5 +59,5 @@ def test_the_order_of_the_texts_does_not_matter(biased):
     logits, table = random_frames(4, biased)
     texts = [(), (0,), (1,), (0, 1), (1, 1), (1, 1, 2)]
     backwards = [(), *texts[:0:-1]]
-    one, two = (spelled(order, logits, table).next_token_probs() for order in (texts, backwards))
+    one, two = (distributions(order, logits, table)[1] for order in (texts, backwards))
     torch.testing.assert_close(two, one[[texts.index(text) for text in backwards]], rtol=0, atol=1e-14)

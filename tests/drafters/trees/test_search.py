@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.ctc.trees import FrameDistributions, spell
+from drafters.ctc.trees import prefix_distributions
 from drafters.trees.search import Bias, Candidates, SearchLimits, search
 from tests.conftest import check_tree
 
@@ -169,9 +169,9 @@ def test_a_large_search_has_the_probabilities_of_the_reference_and_misses_nothin
     paths = [(), *(tuple(tree.path_tokens(node)) for node in range(64))]
     tokens = torch.tensor([path[-1] if path else 40 for path in paths])  # row 40 of the table is the root's
     parents = torch.tensor([-1, *(parent + 1 for parent in tree.parents)])
-    texts = spell(FrameDistributions(logits, table[tokens]), tokens, parents)
-    np.testing.assert_allclose(tree.probabilities, texts.prefix[1:].numpy(), rtol=1e-9)
-    children = texts.next_token_probs() * texts.prefix[:, None]
+    prefix, next_token = prefix_distributions(logits, tokens, parents, table[tokens])
+    np.testing.assert_allclose(tree.probabilities, prefix[1:].numpy(), rtol=1e-9)
+    children = next_token * prefix[:, None]
     for parent, token in zip(parents[1:], tokens[1:], strict=True):
         children[parent, token] = 0.0
     assert float(children.max()) <= tree.probabilities[-1]

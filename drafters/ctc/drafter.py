@@ -46,17 +46,15 @@ class CTCDraftOptions(ParallelDraftOptions):
             sampling; 0 for none. Of the other options only ``num_nodes`` applies then. Validation and simulation always
             use ``tree``.
         draw_temperature: Temperature of the sampled texts.
-        draw_seed: Selects other samples for the same request; the text follows the same distribution.
     """
 
     tree: Literal["prefix", "paper", "chain"] = "prefix"
     draws: int = 0
     draw_temperature: float = 1.0
-    draw_seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(0, draws=self.draws, draw_seed=self.draw_seed)
+        check_at_least(0, draws=self.draws)
         check_above_zero(draw_temperature=self.draw_temperature)
 
 
@@ -89,7 +87,7 @@ class CTC(ParallelDrafter):
         if trunk.copy and (loss.objective == "ctc" or draft.tree == "paper"):
             raise ValueError("objective ctc and tree paper know no copies: take prefix")
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
-        self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
+        self.draws, self.draw_temperature = draft.draws, draft.draw_temperature
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
@@ -125,5 +123,5 @@ class CTC(ParallelDrafter):
             bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
         num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
         within = SearchLimits(num_nodes, limits.max_depth, limits.eos)
-        generator = np.random.default_rng((limits.draft_seed, self.draw_seed))
+        generator = np.random.default_rng((limits.draft_seed, 0))
         return draw(logits, seq[-1], self.draws, within, generator, bias, self.draw_temperature)

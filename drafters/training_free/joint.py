@@ -1,6 +1,7 @@
 """The joint drafter: combines several training-free sources, weighted by how often each was right, in one tree."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -16,7 +17,7 @@ from drafters.trees.search import SearchLimits
 
 BITS = 20  # enough for a token id, so that a context of w tokens is one integer of w * BITS bits
 TOKEN_MASK = (1 << BITS) - 1
-EXPERIENCES = 36  # number of classes that `Followers.experience` distinguishes
+EXPERIENCES = 36  # number of classes that `FollowerWeights.experience` distinguishes
 TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)  # kinds of sources
 MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
 MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
@@ -30,7 +31,7 @@ def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
     return longer
 
 
-class Followers:
+class FollowerWeights:
     """Tokens that followed one context, each weighted more than the one before it by a constant factor.
 
     Its ``experience``, a number below `EXPERIENCES`, classifies it by how many different tokens it holds and how often
@@ -69,14 +70,14 @@ def _experience(num_tokens: int, count: int) -> int:
 
 
 class FollowerTable:
-    """The `Followers` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
+    """The `FollowerWeights` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
 
     Beyond ``max_contexts`` of one length the oldest quarter is dropped.
     """
 
     def __init__(self, order: int, growth: float = 1.1, max_followers: int = 8, max_contexts: int = 1_000_000) -> None:
         self.growth, self.max_followers, self.max_contexts = growth, max_followers, max_contexts
-        self.widths: list[dict[int, Followers]] = [{} for _ in range(order)]
+        self.widths: list[dict[int, FollowerWeights]] = [{} for _ in range(order)]
 
     def learn(self, keys: Sequence[int], token: int) -> None:
         """Count a token that follows the contexts ``keys``, which are ordered from the shortest."""
@@ -84,7 +85,7 @@ class FollowerTable:
             if (followers := contexts.get(key)) is not None:
                 followers.add(token, self.growth, self.max_followers)
                 continue
-            contexts[key] = Followers(token)
+            contexts[key] = FollowerWeights(token)
             if len(contexts) > self.max_contexts:
                 for old in list(islice(contexts, self.max_contexts // 4)):
                     del contexts[old]
@@ -98,6 +99,7 @@ class FollowerTable:
 
 
 @register("joint", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
+@dataclass(eq=False)
 class Joint(Drafter):
     """Drafts the most probable continuations by n-grams, earlier texts and the base's runner-up tokens. Our own method.
 
@@ -120,30 +122,27 @@ class Joint(Drafter):
         corpus: N-grams of a fixed text, if any.
     """
 
-    def __init__(
-        self,
-        num_nodes: int = 16,
-        min_probability: float = 0.02,
-        order: int = 3,
-        history: bool = True,
-        runner_up: int = 4,
-        fade: float = 0.9,
-        corpus: CorpusTable | None = None,
-    ) -> None:
-        check_at_least(1, num_nodes=num_nodes)
-        check_at_least(2, order=order)
-        check_at_least(0, runner_up=runner_up)
-        if not 0 < min_probability < 1 or not 0 < fade <= 1:
-            raise ValueError(f"need 0 < min_probability < 1 and 0 < fade <= 1, not {min_probability} and {fade}")
-        self.num_nodes, self.min_probability, self.order = num_nodes, min_probability, order
-        self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
-        self.corpus = corpus
-        self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # a cache, by context
-        self.required_outputs = RequiredOutputs(top_k=runner_up)
+    num_nodes: int = 16
+    min_probability: float = 0.02
+    order: int = 3
+    history: bool = True
+    runner_up: int = 4
+    fade: float = 0.9
+    corpus: CorpusTable | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_nodes=self.num_nodes)
+        check_at_least(2, order=self.order)
+        check_at_least(0, runner_up=self.runner_up)
+        if not 0 < self.min_probability < 1 or not 0 < self.fade <= 1:
+            wrong = f"{self.min_probability} and {self.fade}"
+            raise ValueError(f"need 0 < min_probability < 1 and 0 < fade <= 1, not {wrong}")
+        self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(self.order)]  # by context
+        self.required_outputs = RequiredOutputs(top_k=self.runner_up)
         self.reset()
 
     def reset(self) -> None:
-        self._past = FollowerTable(self.order, self.growth)
+        self._past = FollowerTable(self.order, 1 / self.fade)
         self._runners_up: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
         widths = range(self.order)
         # By kind of source, length of context and experience: [times read, times it held the next token].
@@ -156,7 +155,7 @@ class Joint(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         if self.history:
             self._past.learn_text(self._text)
-        self._here = FollowerTable(self.order, self.growth)
+        self._here = FollowerTable(self.order, 1 / self.fade)
         self._tables = [list(self._lookups(num_keys)) for num_keys in range(self.order + 1)]
         self._text = []
         self._keys: list[int] = []  # the contexts at the end of the text, the shortest first

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,10 +70,6 @@ class Block(ParallelDrafter):
         return cross_entropy(anchored, head, right, options, batch.divisor)
 
 
-class _BiasWeights(NamedTuple):
-    right: Tensor | None  # (V, R) right factor of the Markov bias
-
-
 def cross_entropy(
     anchored: AnchoredFrames,
     head: Tensor,
@@ -94,10 +90,10 @@ def cross_entropy(
     num_labels = anchored.labels.shape[1]
     assert anchored.frames.shape[1] >= num_labels, "each label needs a frame"
 
-    def sums(x: AnchoredFrames, output: _BiasWeights) -> tuple[Tensor, Tensor]:
+    def sums(x: AnchoredFrames, right: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = gathered_logits.logits(x.frames, head)  # (A, U, V)
-        if x.left is not None and output.right is not None:
-            logits += x.left.to(logits.dtype) @ output.right.to(logits.dtype).T
+        if x.left is not None and right is not None:
+            logits += x.left.to(logits.dtype) @ right.to(logits.dtype).T
         exponentials, largest, picked = gathered_logits.exponentials(logits, x.labels[..., None])
         log_sum = gathered_logits.log_sum(exponentials, largest)
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
@@ -113,6 +109,5 @@ def cross_entropy(
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
     # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
     num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
-    output = _BiasWeights(right)
-    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor)
+    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, [right], num_vectors, len(head), divisor)
     return loss, {"expected_acceptance": acceptance}

@@ -72,8 +72,8 @@ def ctc_loss(
     scalars, zero without labels.
     """
 
-    def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
-        emissions = emit(x, head, output)
+    def sums(x: AnchoredFrames, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        emissions = emit(x, head, CTCOutput(*weights))
         states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels)
         prefix = x.with_copies(states.prefix)
         counts = x.valid & is_possible(prefix)  # (A, U)

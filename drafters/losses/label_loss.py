@@ -1,8 +1,8 @@
 """What the losses of the labels after an anchor share: options, weights by depth, distillation, the mean."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -83,9 +83,9 @@ def distilled(
 
 
 def mean_over_anchors(
-    sums: Callable[[AnchoredFrames, Any], tuple[Tensor, Tensor]],
+    sums: Callable[..., tuple[Tensor, Tensor]],
     x: AnchoredFrames,
-    output: Any,
+    output: Sequence[Tensor | None],
     num_vectors: int,
     vocab_size: int,
     divisor: Callable[[Tensor], Tensor],

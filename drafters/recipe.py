@@ -9,6 +9,8 @@ from drafters.protocol import BaseShape, LearnedDrafter
 
 DRAFT = "draft"
 """Constructor argument that holds what decoding may change; training fixes all others."""
+REMOVED = ("trunk", "merge_repeats", False), (DRAFT, "tree", "frames"), (DRAFT, "tree", "static")
+"""Options whose values went away, by group."""
 
 
 def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
@@ -32,7 +34,7 @@ def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def current(init_args: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe without options that went away; ValueError if one has a value that only earlier versions read."""
-    for group, option, value in (("trunk", "merge_repeats", False), (DRAFT, "tree", "frames")):
+    for group, option, value in REMOVED:
         options = init_args.get(group)
         if isinstance(options, Mapping) and options.get(option) == value:
             raise ValueError(f"{group}.{option} is {value}, which commit f5777e4 was the last to read")

@@ -55,7 +55,6 @@ KINDS = {
     "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
     "eagle": (EAGLE, {}),
     "eagle, chain": (EAGLE, {"tree": "chain"}),
-    "eagle, static tree": (EAGLE, {"tree": "static", "static": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]}),
     "eagle, wide": (EAGLE, {"depth": 6, "width": 8, "num_nodes": 50, "window": 9}),
     "eagle3": (EAGLE3, {}),
     "eagle3, one level": (EAGLE3, {"depth": 1}),
@@ -256,7 +255,6 @@ WRONG = {
     "hydra": [{"width": 0}, {"num_anchors": -1}, {"decay": -0.5}],
     "eagle": [
         *({"tree": "star"}, {"draws": 2}, {"depth": 0}, {"temperature": 0.0}, {"window": 4, "depth": 4}),
-        {"static": [[0]]},
     ],
     "eagle3": [
         *({"num_unroll": 0}, {"window": 6, "num_unroll": 7, "depth": 4}, {"hidden_layers": [2, 16, 29]}),

@@ -172,7 +172,6 @@ OTHER = {
 }
 BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
 BESIDE |= {"draw_temperature": ["draws=4"]}
-BESIDE |= {("eagle", "static"): ["tree=static"], ("eagle3", "static"): ["tree=static"]}
 BESIDE |= {("eagle", "window"): ["depth=1"], ("eagle3", "window"): ["depth=1"]}  # a window exceeds the depth
 
 

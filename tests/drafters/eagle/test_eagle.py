@@ -1,7 +1,5 @@
 """EAGLE and EAGLE-3: their training computes the same function as their drafting."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -83,12 +81,6 @@ def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kin
         path.append(distribution_after(drafter, base_weights, hidden, ids, 9, path).argmax().item())
     assert tree == DraftTree(path, list(range(-1, 5)))
     assert drafter.draft_forwards == 6
-
-
-def test_by_default_a_static_tree_has_the_ranks_that_add_up_to_little(make):
-    """The probability 2^-(r + 1) of each rank makes a path as probable as the sum of its r + 1 is small."""
-    small = {path for n in range(1, 6) for path in product(range(5), repeat=n) if sum(path) + n <= 5}
-    assert set(make(EAGLE, tree="static", depth=5, top_k=10, num_nodes=31).static) == small and len(small) == 31
 
 
 @both

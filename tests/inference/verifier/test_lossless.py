@@ -87,9 +87,7 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "hydra++": (drafters.Hydra, HEADS | HYDRA_PLUS_PLUS, {}),
     "eagle": (drafters.EAGLE, EAGLE, {}),
     "eagle, chain": (drafters.EAGLE, EAGLE, {"tree": "chain"}),
-    "eagle, static": (drafters.EAGLE, EAGLE, {"tree": "static", "static": STATIC_TREE}),
     "eagle3": (drafters.EAGLE3, EAGLE, {}),
-    "eagle3, static": (drafters.EAGLE3, EAGLE, {"tree": "static"}),
 }
 DRAFTERS = {
     "none": lambda runner, make_base, truth: drafters.NoDrafter(),

@@ -132,15 +132,15 @@ class LiteralTexts:
     def __init__(self, probs, root):
         every, last, self.whole_of, self.begins_of = alignments(len(probs), probs.shape[2] - 1, root)
         self.alignments = every
-        self.each = probs[torch.arange(len(probs)), last, every].prod(1)  # (N,)
+        self.probabilities = probs[torch.arange(len(probs)), last, every].prod(1)  # (N,)
 
     def whole(self, text):
         """P(the text is this one)."""
-        return self.each[self.whole_of.get(tuple(text), [])].sum()
+        return self.probabilities[self.whole_of.get(tuple(text), [])].sum()
 
     def begins(self, text):
         """P(the text begins with this one)."""
-        return self.each[self.begins_of.get(tuple(text), [])].sum()
+        return self.probabilities[self.begins_of.get(tuple(text), [])].sum()
 
     def every(self):
         """P(the text begins with it) of every text that some alignment spells, shorter ones first."""

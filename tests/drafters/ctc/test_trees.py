@@ -105,7 +105,7 @@ each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias"
 @each_bias
 def test_the_share_of_random_numbers_that_sample_an_alignment_is_its_probability(literal_texts, biased):
     frames = Frames(literal_texts, 3, biased)
-    for symbols, probability in zip(frames.texts.alignments.tolist(), frames.texts.each.tolist(), strict=True):
+    for symbols, probability in zip(frames.texts.alignments.tolist(), frames.texts.probabilities.tolist(), strict=True):
         low, high = frames.interval(symbols)
         assert np.prod(high - low) == pytest.approx(probability, abs=1e-12)
         inside = torch.from_numpy(np.stack([low + 1e-9, (low + high) / 2, high - 1e-9], axis=1))

@@ -73,7 +73,7 @@ class SlowJoint:
 
     def __init__(self, order, growth):
         self.order, self.growth = order, growth
-        self.past, self.text, self.asked = [], [], {}
+        self.past, self.text, self.counts_by_bucket = [], [], {}
 
     def sources(self, context):
         for width in range(min(self.order, len(context)), 0, -1):
@@ -88,7 +88,7 @@ class SlowJoint:
 
     def learn(self, token):
         for bucket, weights in self.sources(self.text):
-            counts = self.asked.setdefault(bucket, [2, 1])
+            counts = self.counts_by_bucket.setdefault(bucket, [2, 1])
             counts[0] += 1
             if token in weights:
                 counts[1] += 1
@@ -98,7 +98,7 @@ class SlowJoint:
     def following(self, context):
         left, probabilities = 1.0, {}
         for bucket, weights in self.sources(context):
-            counts = self.asked.get(bucket, [2, 1])
+            counts = self.counts_by_bucket.get(bucket, [2, 1])
             share = left * counts[1] / counts[0]
             fresh = {token: weight for token, weight in weights.items() if token not in probabilities}
             if fresh:

@@ -65,9 +65,8 @@ class Block(ParallelDrafter):
         super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ, first_frame)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
         anchored, head, right = self.loss_inputs(batch, base_weights)
-        return cross_entropy(anchored, head, right, options, batch.divisor)
+        return cross_entropy(anchored, head, right, self.loss_options, batch.divisor)
 
 
 def cross_entropy(

@@ -95,10 +95,9 @@ class CTC(ParallelDrafter):
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
         anchored, head, right = self.loss_inputs(batch, base_weights)
         output = CTCOutput(self.blank_row, self.blank_bias[0], right)
-        return ctc_loss(anchored, head, output, options, batch.divisor)
+        return ctc_loss(anchored, head, output, self.loss_options, batch.divisor)
 
     # ---- drafting
 

@@ -1,8 +1,7 @@
 """What the losses of the labels after an anchor share: options, weights by depth, distillation, the mean."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +10,6 @@ from drafters.checks import check_at_least
 from drafters.losses import distillation
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import anchors_per_chunk, chunked
-
-Options = TypeVar("Options", bound="LabelLossOptions")
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,6 @@ class LabelLossOptions:
         teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
             in greedy decoding.
         label_weight: Weight of the loss of the labels beside distillation.
-        distillation_steps: Optimizer steps over which ``distillation`` rises from 0, and the weight of the labels goes
-            from 1 to ``label_weight``.
         num_anchors: Anchors sampled from each training sequence.
         num_columns: Number of tokens that a training step compares: the labels, and a random sample of the others that
             stands for all; null for the whole (draft) vocabulary.
@@ -36,13 +31,12 @@ class LabelLossOptions:
     distillation: float = 0.0
     teacher_temperature: float = 1.0
     label_weight: float = 1.0
-    distillation_steps: int = 0
     num_anchors: int = 64
     num_columns: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
-        check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
+        check_at_least(0, teacher_temperature=self.teacher_temperature)
         check_at_least(1, num_anchors=self.num_anchors)
         check_at_least(1, num_columns=self.num_columns or 1)
         if self.num_columns and self.distillation:
@@ -51,14 +45,6 @@ class LabelLossOptions:
             raise ValueError("teacher_temperature belongs to distillation, which is 0: raise it, for example to 1")
         if not (self.distillation or self.label_weight):
             raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
-
-    def at_step(self: Options, step: int) -> Options:
-        """The options whose ``distillation`` and ``label_weight`` are those of an optimizer step."""
-        if not self.distillation_steps:
-            return self
-        share = min(1.0, (step + 1) / self.distillation_steps)
-        label_weight = 1 - share * (1 - self.label_weight)
-        return replace(self, distillation=share * self.distillation, label_weight=label_weight)
 
 
 def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -139,21 +139,6 @@ def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc,
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
-    make_ctc, base_weights, text
-):
-    hidden, ids = text
-    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
-    settings = {"num_anchors": S, "label_weight": 0.0, "distillation": 1.0}
-    plain, _ = make_ctc(num_anchors=S).loss(TrainingBatch(*texts), base_weights)
-    distilled, _ = make_ctc(**settings).loss(TrainingBatch(*texts), base_weights)
-    drafter = make_ctc(distillation_steps=4, **settings)
-    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(5)]
-    shares = [(loss - plain) / (distilled - plain) for loss in losses]
-    torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
-    torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
-
-
 def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text, monkeypatch):
     (hidden, ids), drafter, reads = text, make_ctc(), []
     drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))

@@ -14,14 +14,6 @@ def test_a_draft_that_misses_everything_has_a_finite_divergence_and_gradient():
     assert loss.isfinite() and draft.grad.isfinite().all()
 
 
-def test_the_weights_of_distillation_and_labels_change_linearly_over_the_steps():
-    options = LabelLossOptions(distillation=2.0, label_weight=0.2, distillation_steps=4)
-    weights = [(now.distillation, now.label_weight) for now in map(options.at_step, (0, 1, 3, 99))]
-    assert weights == [pytest.approx(pair) for pair in ((0.5, 0.8), (1.0, 0.6), (2.0, 0.2), (2.0, 0.2))]
-    constant = LabelLossOptions(distillation=2.0, label_weight=0.2)
-    assert constant.at_step(0) == constant
-
-
 def test_autocast_to_bfloat16_leaves_a_small_divergence_as_exact_as_it_is():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(50, 1000, generator=generator)

@@ -189,6 +189,13 @@ class ParallelDrafter(CachingDrafter):
 
     def frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
         """States (B, A, T, D) of the predicting frames, which attend to the `context` as the mask allows."""
+        inputs = self._inputs(roots, embedding).flatten(1, 2)
+        positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=inputs.device)
+        states = self.trunk(inputs, positions.flatten(1), context, mask)
+        return states.unflatten(1, (-1, self.num_frames))[:, :, self.first_frame :]
+
+    def _inputs(self, roots: Roots, embedding: Tensor) -> Tensor:
+        """What the trunk reads in each frame, (B, A, T, D)."""
         root = embedding[roots.tokens][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
         if self.root_everywhere:
             frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
@@ -197,12 +204,10 @@ class ParallelDrafter(CachingDrafter):
         else:
             masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
             frames = torch.cat([root, masked], dim=-2)
-        if self.lookup is not None:
-            assert roots.passages is not None, "the drafter reads passages, and the roots have none"
-            frames = frames + self.lookup(roots.passages, embedding).to(frames.dtype)
-        positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=root.device)
-        states = self.trunk(frames.flatten(1, 2), positions.flatten(1), context, mask)
-        return states.unflatten(1, (-1, self.num_frames))[:, :, self.first_frame :]
+        if self.lookup is None:
+            return frames
+        assert roots.passages is not None, "the drafter reads passages, and the roots have none"
+        return frames + self.lookup(roots.passages, embedding).to(frames.dtype)
 
     def _mask(self, roots: Roots, context: Context, window: int | None = None) -> AnchorMask:
         """What the frames of some roots may attend to, by default in the drafter's own window."""

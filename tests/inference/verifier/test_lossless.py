@@ -93,7 +93,6 @@ DRAFTERS = {
     "none": lambda runner, make_base, truth: drafters.NoDrafter(),
     "anpd": lambda runner, make_base, truth: drafters.ANPD(order=3),
     "prompt_lookup": lambda runner, make_base, truth: drafters.PromptLookup(),
-    "prompt_lookup, full": lambda runner, make_base, truth: drafters.PromptLookup(2, 3, partial=False),
     "lookahead": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4),
     "lookahead, from the prompt": lambda runner, make_base, truth: drafters.Lookahead(3, 2, 9, pool_from_prompt=True),
     "lookahead, drop_last": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4, drop_last=True),

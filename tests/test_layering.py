@@ -34,7 +34,7 @@ LAYERS = {
     "inference": """
         arguments journal runs sandbox timing
         verifier
-        indexes prompts regenerate
+        indexes prompts recount regenerate
         drafter_specs
         verify vllm
         evaluate

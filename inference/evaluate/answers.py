@@ -4,7 +4,7 @@ The lines have the form of FastChat, which Spec-Bench's tools read too.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +89,21 @@ def comparable(answer: Answer) -> list[Any]:
     tokens = [turn.token_ids for turn in answer.turns]
     steps = [[(step.emitted, step.accepted, step.fed, step.draft_forwards) for step in t.steps] for t in answer.turns]
     return [tokens, steps]
+
+
+def turns_of(answers: Iterable[Answer]) -> list[Turn]:
+    """All turns of the answers."""
+    return [turn for answer in answers for turn in answer.turns]
+
+
+def count_tokens(turns: Iterable[Turn]) -> int:
+    """Number of tokens of some turns."""
+    return sum(len(turn.token_ids) for turn in turns)
+
+
+def decode_steps(turns: Iterable[Turn]) -> list[Step]:
+    """All steps except the prefill, which is the first step of each turn."""
+    return [step for turn in turns for step in turn.steps[1:]]
 
 
 def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:

@@ -1,36 +1,8 @@
 """``drafters eval`` and ``drafters report``: options and help. What does the work is imported when it is called."""
 
-from dataclasses import dataclass
-from typing import Literal
-
+from inference.evaluate.options import EvaluationOptions, Format
 from inference.prompts import QuestionOptions
 from inference.verifier.options import ModelOptions, SamplingOptions
-
-Format = Literal["md", "csv", "parquet", "latex"]
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """How `drafters eval` measures.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
-            prompt_lookup and joint; the base alone, none, is always measured too.
-        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
-        repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
-        reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
-        run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
-        server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
-        concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
-    """
-
-    drafter: list[str] | None = None
-    typical: bool = False
-    repeats: int | Literal["auto"] = "auto"
-    reset: bool = True
-    run_code: bool = False
-    server: list[str] | None = None
-    concurrency: list[int] | None = None
 
 
 def evaluate(

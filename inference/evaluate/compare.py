@@ -7,10 +7,10 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from inference.evaluate import intervals
-from inference.evaluate.answers import Answer
+from inference.evaluate.answers import Answer, count_tokens, decode_steps
 from inference.evaluate.conditions import differing
-from inference.evaluate.figures import MedianStepTimes, count_tokens, decode_steps
 from inference.evaluate.results import EvaluationResults
+from inference.evaluate.step_times import MedianStepTimes
 from inference.evaluate.tables import Row, Table, number
 
 ERROR_RATE = 0.05  # probability that a comparison of equal evaluations marks anything

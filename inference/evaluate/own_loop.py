@@ -16,7 +16,6 @@ from data.files import validated
 from data.templates import decode_answer
 from inference import drafter_specs, timing
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, comparable, median_answers
-from inference.evaluate.command import EvaluationOptions
 from inference.evaluate.conditions import (
     OWN_LOOP,
     RunRecord,
@@ -24,7 +23,9 @@ from inference.evaluate.conditions import (
     make_conditions,
     versions,
 )
-from inference.evaluate.figures import MedianStepTimes, Summary, summarise, timing_error
+from inference.evaluate.figures import Summary, summarise
+from inference.evaluate.options import EvaluationOptions
+from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import progress_bars
 from inference.timing import MachineLoad

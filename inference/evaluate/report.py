@@ -12,7 +12,7 @@ from rich.text import Text
 from data.files import SafeConsole, atomic_write, escape_markdown, safe_line, write_text
 from inference import recount
 from inference.evaluate import compare, tables
-from inference.evaluate.command import Format
+from inference.evaluate.options import Format
 from inference.evaluate.page import find_decoder, write_page
 from inference.evaluate.results import EvaluationResults, read, read_all
 from inference.evaluate.tables import Row, Table, number

@@ -12,8 +12,8 @@ from drafters.checks import check_at_least
 from inference import drafter_specs, sandbox
 from inference.evaluate import tables
 from inference.evaluate.answers import AnswerFiles
-from inference.evaluate.command import EvaluationOptions
 from inference.evaluate.figures import reasoning
+from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.own_loop import OwnLoop
 from inference.evaluate.page import write_page
 from inference.evaluate.report import figure_rows, write_tables

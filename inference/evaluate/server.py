@@ -26,8 +26,7 @@ from data.conversations import Message, user_message
 from data.files import redacted, safe_line, validated
 from data.templates import decode_answer
 from inference import timing
-from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns
-from inference.evaluate.command import EvaluationOptions
+from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, count_tokens, turns_of
 from inference.evaluate.conditions import (
     BASELINE,
     DrafterConditions,
@@ -44,11 +43,10 @@ from inference.evaluate.figures import (
     Speed,
     Summary,
     count_identical,
-    count_tokens,
     pair_answers,
-    turns_of,
 )
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
+from inference.evaluate.options import EvaluationOptions
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import progress_bars
 from inference.verifier.base import BaseConfig

@@ -9,8 +9,9 @@ import pytest
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.compare import ERROR_RATE, compare, differing_conditions, unpaired
 from inference.evaluate.conditions import BenchmarkConditions, DrafterConditions, RunRecord
-from inference.evaluate.figures import MedianStepTimes, summarise, timing_error
+from inference.evaluate.figures import summarise
 from inference.evaluate.results import EvaluationResults
+from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier.session import Step
 from tests.inference.evaluate.conftest import CONDITIONS
 

@@ -15,6 +15,7 @@ from inference import drafter_specs
 from inference.evaluate import command, own_loop
 from inference.evaluate import results as folders
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, comparable
+from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.own_loop import answer_question, answer_questions, decoding_order
 from inference.prompts import QuestionOptions
 from inference.runs import fingerprint
@@ -96,7 +97,7 @@ def make_loop(asked):
     prompts = selection.select(load_base_info(model.base), selection.load())
 
     def make_loop(specs=(*FORGETFUL, *REMEMBERING), repeats=2, questions=None):
-        options = command.EvaluationOptions(list(specs), repeats=repeats)
+        options = EvaluationOptions(list(specs), repeats=repeats)
         loop = own_loop.OwnLoop(model, selection, prompts, SamplingOptions(), options)
         loop.questions = questions or loop.questions
         return loop

@@ -14,8 +14,8 @@ import pytest
 from inference import drafter_specs, generate
 from inference.evaluate import results, server
 from inference.evaluate.answers import Answer, AnswerFiles, Turn
-from inference.evaluate.command import EvaluationOptions
 from inference.evaluate.figures import acceptance_rates, count_drafts
+from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.server import Server, Servers, acceptance_by_counts, inter_token_seconds, percentiles
 from inference.prompts import QuestionOptions
 from inference.verifier.base import load_base_info

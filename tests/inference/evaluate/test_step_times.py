@@ -9,7 +9,7 @@ from scipy import stats
 
 from inference.evaluate import figures, intervals
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.figures import MIN_STEPS, MedianStepTimes, median_costs, timing_error
+from inference.evaluate.step_times import MIN_STEPS, MedianStepTimes, median_costs, timing_error
 from inference.verifier.session import Step
 
 NUM_TOKENS = 240

@@ -1,7 +1,7 @@
 """Two evaluations of the same questions compared in pairs, with intervals that mark regressions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
@@ -47,39 +47,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Side:
-    """A drafter in one of two evaluations."""
-
-    drafter: str
-    answers: dict[int, Answer]  # by question, where the baseline answered it too
-    baseline: dict[int, Answer]
-    timing_error: float | None
-
-    def columns(self, numbers: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """The terms of the acceptance length for some questions, and those of the speed-up."""
-        answers, baseline = ([side[number] for number in numbers] for side in (self.answers, self.baseline))
-        steps = [decode_steps(answer.turns) for answer in answers]
-        lengths = [[sum(step.emitted for step in row) for row in steps], list(map(len, steps))]
-        return lengths, [*_seconds_and_tokens(baseline), *_seconds_and_tokens(answers)]
-
-
-@dataclass(frozen=True)
 class _Pairing:
-    """A drafter before and after."""
+    """A drafter in two evaluations: by question its answer and the baseline's, before and after."""
 
     benchmark: str
-    before: _Side
-    after: _Side
+    names: tuple[str, str]
+    before: Mapping[int, tuple[Answer, Answer]]
+    after: Mapping[int, tuple[Answer, Answer]]
+    timing_errors: tuple[float | None, float | None]
 
     @property
     def shared(self) -> list[int]:
         """The questions that both evaluations answered."""
-        return [number for number in self.before.answers if number in self.after.answers]
-
-    @property
-    def name(self) -> str:
-        """The drafter's name, or both with an arrow between them."""
-        return " → ".join(dict.fromkeys((self.before.drafter, self.after.drafter)))
+        return [question for question in self.before if question in self.after]
 
 
 def compare(before: EvaluationResults, after: EvaluationResults) -> list[Difference]:
@@ -111,18 +91,17 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
 def unpaired(results: EvaluationResults, other: EvaluationResults) -> list[str]:
     """What only the first of two evaluations has: benchmarks, drafters, answers to questions; one line each."""
     lines = [f"the benchmark {name}" for name in results.summaries if name not in other.summaries]
-    pairings = {(pairing.benchmark, pairing.before.drafter): pairing for pairing in _pairings(results, other)}
+    pairings = _pairings(results, other)
+    paired = [(pairing.benchmark, pairing.names[0]) for pairing in pairings]
     for benchmark in (name for name in results.summaries if name in other.summaries):
-        for drafter in _drafters(results, benchmark):
-            pairing = pairings.get((benchmark, drafter))
-            if pairing is None:
-                lines.append(f"{benchmark}: the drafter {drafter}")
-                continue
-            answered, others = (_with_steps(side.answers) for side in (pairing.before, pairing.after))
-            if lost := [str(question) for question in answered if question not in others]:
-                listed = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
-                count = f"{len(lost)} of {len(answered)} answers"
-                lines.append(f"{benchmark}, {drafter}: {count}, to the questions {listed}")
+        names = (name for name in _drafters(results, benchmark) if (benchmark, name) not in paired)
+        lines += [f"{benchmark}: the drafter {name}" for name in names]
+    for pairing in pairings:
+        answered, others = (_with_steps(pairs) for pairs in (pairing.before, pairing.after))
+        if lost := [str(question) for question in answered if question not in others]:
+            listed = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
+            count = f"{len(lost)} of {len(answered)} answers"
+            lines.append(f"{pairing.benchmark}, {pairing.names[0]}: {count}, to the questions {listed}")
     return lines
 
 
@@ -161,8 +140,11 @@ def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pair
         pairs = [(name, name) for name in names if name in others]
         if not pairs and len(names) == len(others) == 1:
             pairs = [(names[0], others[0])]
-        for name, other in pairs:
-            pairings.append(_Pairing(benchmark, _side(before, benchmark, name), _side(after, benchmark, other)))
+        for pair in pairs:
+            sides = list(zip((before, after), pair, strict=True))
+            old, new = (_answers(results, benchmark, name) for results, name in sides)
+            errors = [results.summaries[benchmark][name].speed.timing_error for results, name in sides]
+            pairings.append(_Pairing(benchmark, pair, old, new, (errors[0], errors[1])))
     return pairings
 
 
@@ -170,52 +152,61 @@ def _drafters(results: EvaluationResults, benchmark: str) -> list[str]:
     return [name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline]
 
 
-def _side(results: EvaluationResults, benchmark: str, drafter: str) -> _Side:
-    summary, recorded = results.summaries[benchmark][drafter], results.answers[benchmark]
-    baseline = {answer.question_id: answer for answer in recorded.get(summary.baseline, [])}
-    answers = {a.question_id: a for a in recorded.get(drafter, []) if a.question_id in baseline}
-    return _Side(drafter, answers, baseline, summary.speed.timing_error)
+def _answers(results: EvaluationResults, benchmark: str, drafter: str) -> dict[int, tuple[Answer, Answer]]:
+    """A drafter's answers and the baseline's, by question, where both are there."""
+    recorded, baseline = results.answers[benchmark], results.summaries[benchmark][drafter].baseline
+    by_id = {base.question_id: base for base in recorded.get(baseline, [])}
+    answers = (answer for answer in recorded.get(drafter, []) if answer.question_id in by_id)
+    return {answer.question_id: (answer, by_id[answer.question_id]) for answer in answers}
 
 
-def _with_steps(answers: dict[int, Answer]) -> dict[int, Answer]:
+def _with_steps(pairs: Mapping[int, tuple[Answer, Answer]]) -> Mapping[int, tuple[Answer, Answer]]:
     """The answers, or none if they have no decoding step."""
-    return answers if any(decode_steps(answer.turns) for answer in answers.values()) else {}
+    return pairs if any(decode_steps(answer.turns) for answer, _ in pairs.values()) else {}
 
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
     """The figures that both evaluations have: each is a product of powers of sums, over the questions, of columns."""
-    numbers = pairing.shared
-    _check_prompts(pairing)
-    (lengths, speeds), (old_lengths, old_speeds) = pairing.after.columns(numbers), pairing.before.columns(numbers)
-    quantiles = [NormalDist().inv_cdf((1 + share) / 2) for share in (level, intervals.PUBLISHED_LEVEL)]
-    errors = [side.timing_error for side in (pairing.before, pairing.after) if side.timing_error is not None]
-    error = math.hypot(*errors) * quantiles[0] / quantiles[1] if len(errors) == 2 else None
-    figures: list[tuple[str, list[Any], list[Any], tuple[int, ...], float | None]] = [
-        ("acceptance length", lengths, old_lengths, (1, -1), 0.0),
-        ("speed-up", speeds, old_speeds, (1, -1, -1, 1), error),
-    ]
-    for figure, columns, old_columns, powers, half_width in figures:
-        sums, old_sums = (list(map(sum, terms)) for terms in (columns, old_columns))
-        if min([*sums, *old_sums]) <= 0:
-            continue
-        new, old = (math.prod(map(pow, totals, powers)) for totals in (sums, old_sums))
-        bounds = None
-        if half_width is not None and len(numbers) >= MIN_QUESTIONS:
-            inverse = [-power for power in powers]
-            bounds = intervals.interval([*columns, *old_columns], [*powers, *inverse], level)
-            bounds = bounds and _widened(new / old, bounds, half_width)
-        yield Difference(pairing.benchmark, pairing.name, figure, len(numbers), old, new, bounds)
-
-
-def _check_prompts(pairing: _Pairing) -> None:
-    for question in pairing.shared:
-        turns = pairing.before.answers[question].turns, pairing.after.answers[question].turns
-        lengths = [answered[0].prompt_tokens for answered in turns if answered]
-        if len(set(lengths)) > 1:
+    questions = pairing.shared
+    for question in questions:
+        lengths = [pairs[question][0].turns[0].prompt_tokens for pairs in (pairing.before, pairing.after)]
+        if lengths[0] != lengths[1]:
             raise ValueError(
                 f"{pairing.benchmark}, question {question}: its prompt has {lengths[0]} tokens in one evaluation and "
                 f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
             )
+    old, new = ([pairs[question] for question in questions] for pairs in (pairing.before, pairing.after))
+    errors = [error for error in pairing.timing_errors if error is not None]
+    quantiles = [NormalDist().inv_cdf((1 + share) / 2) for share in (level, intervals.PUBLISHED_LEVEL)]
+    error = math.hypot(*errors) * quantiles[0] / quantiles[1] if len(errors) == 2 else None
+    for figure, columns, powers, half_width in (
+        ("acceptance length", _length_columns, (1, -1), 0.0),
+        ("speed-up", _speed_columns, (1, -1, -1, 1), error),
+    ):
+        terms, bounds = [*columns(new), *columns(old)], None
+        sums = list(map(sum, terms))
+        if min(sums) <= 0:
+            continue
+        after, before = (math.prod(map(pow, half, powers)) for half in (sums[: len(powers)], sums[len(powers) :]))
+        if half_width is not None and len(questions) >= MIN_QUESTIONS:
+            bounds = intervals.interval(terms, [*powers, *(-power for power in powers)], level)
+            bounds = bounds and _widened(after / before, bounds, half_width)
+        name = " → ".join(dict.fromkeys(pairing.names))
+        yield Difference(pairing.benchmark, name, figure, len(questions), before, after, bounds)
+
+
+def _length_columns(pairs: Sequence[tuple[Answer, Answer]]) -> list[Any]:
+    steps = [decode_steps(answer.turns) for answer, _ in pairs]
+    return [[sum(step.emitted for step in row) for row in steps], list(map(len, steps))]
+
+
+def _speed_columns(pairs: Sequence[tuple[Answer, Answer]]) -> list[Any]:
+    """Seconds and tokens of the baseline, then of the drafter."""
+    columns = []
+    for answers in ([base for _, base in pairs], [answer for answer, _ in pairs]):
+        times = MedianStepTimes([answers])
+        columns += [[times.seconds(answer) for answer in answers], [count_tokens(answer.turns) for answer in answers]]
+    return columns
 
 
 def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[float, float]:
@@ -223,8 +214,3 @@ def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[f
     below = math.hypot(math.log(ratio / bounds[0]), error) if bounds[0] else math.inf
     above = math.hypot(math.log(bounds[1] / ratio), error)
     return ratio * math.exp(-below) - 1, ratio * math.exp(above) - 1
-
-
-def _seconds_and_tokens(answers: Sequence[Answer]) -> tuple[list[float], list[int]]:
-    times = MedianStepTimes([answers])
-    return [times.seconds(answer) for answer in answers], [count_tokens(answer.turns) for answer in answers]

@@ -34,7 +34,8 @@ LAYERS = {
     "inference": """
         arguments journal runs sandbox timing
         verifier
-        indexes prompts recount regenerate
+        indexes openai_server prompts recount
+        regenerate
         drafter_specs
         verify vllm
         evaluate

@@ -4,11 +4,10 @@ A fixed number of requests is on its way at any time: where one has ended, the n
 read from OPENAI_API_KEY only.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import openai
 import torch
 
 from data.benchmarks import Question
 from data.conversations import Message, user_message
-from data.files import redacted, safe_line, validated
+from data.files import validated
 from data.templates import decode_answer
 from inference import timing
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, count_tokens, turns_of
@@ -47,6 +45,7 @@ from inference.evaluate.figures import (
 )
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
 from inference.evaluate.options import EvaluationOptions
+from inference.openai_server import OpenAIServer, ServerError, server_root, storable
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import progress_bars
 from inference.verifier.base import BaseConfig
@@ -60,7 +59,6 @@ INSTALL = f"in an environment of its own: pip install '{REQUIREMENT}', or vllm-c
 DEFAULT_LEVELS = (1, 4, 16)
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
 WARM_UP_TOKENS = 16
-TIMEOUT = 600.0  # seconds without data before a request is given up
 SETTLING_SECONDS = 0.1  # between two readings of counters, which engines update after the last event
 REFUSALS = (400, 404, 405, 422)  # status codes of a server that lacks a route or an option
 
@@ -69,37 +67,27 @@ class Server:
     """An OpenAI-compatible server that is asked. May be used by many threads at once.
 
     It is asked by token ids through ``/v1/completions``, so that prompts are those of our own loop; a server without
-    this route gets the messages through ``/v1/chat/completions`` and applies its own chat template. One that we started
-    is asked without a proxy.
+    this route gets the messages through ``/v1/chat/completions`` and applies its own chat template.
     """
 
     def __init__(self, url: str, base: BaseConfig, template: str, is_ours: bool = False) -> None:
-        self.root, self.base, self.template = url.rstrip("/").removesuffix("/v1"), base, template
-        url, key = f"{self.root}/v1", os.environ.get("OPENAI_API_KEY", "none")
-        client = openai.DefaultHttpxClient(trust_env=False) if is_ours else None
-        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=0, http_client=client)
-        self.model, self.context_length, self.is_chat, self.sends_ids = "", base.context_length, False, True
+        self.client, self.base, self.template = OpenAIServer(url, uses_proxy=not is_ours), base, template
+        self.context_length, self.is_chat, self.sends_ids = base.context_length, False, True
         self._encoding = Lock()  # a tokenizer is used by one thread at a time
 
     def close(self) -> None:
         """Close all connections."""
         self.client.close()
 
-    def get(self, route: str) -> str | None:
-        """The reply to a route outside of the API; None if there is none."""
-        with suppress(openai.OpenAIError):
-            return self.client.get(self.root + route, cast_to=str)
-        return None
-
     def is_healthy(self) -> bool:
         """Whether vLLM is ready."""
-        return self.get("/health") is not None
+        return self.client.get("/health") is not None
 
     def counts(self) -> Counts | None:
         """What the server counts of its drafts, once that stands still; None if it does not."""
         counts = None
         for _ in range(20):
-            before, counts = counts, read_counts(self.get("/metrics") or "")
+            before, counts = counts, read_counts(self.client.get("/metrics") or "")
             if counts is None or counts == before:
                 break
             time.sleep(SETTLING_SECONDS)
@@ -107,57 +95,42 @@ class Server:
 
     def probe(self, question: Question, prompt: Sequence[int]) -> None:
         """Find out what is served and how it can be asked; raises ValueError if the server does not answer."""
-        try:
-            entry = next(iter(self.client.models.list()))
-            self.model, length = entry.id, getattr(entry, "max_model_len", None)
-            self.context_length = min(self.base.context_length, length or self.base.context_length)
-            for self.is_chat, self.sends_ids in ((False, True), (False, False), (True, False)):
-                try:
-                    turn, _ = self.complete(question, [user_message(question.turns[0])], prompt, 1)
-                except openai.APIStatusError as error:
-                    if error.status_code not in REFUSALS:
-                        raise
-                    continue
-                self.sends_ids = self.sends_ids and any(count for _, count in turn.arrivals)
-                return
-        except (openai.OpenAIError, StopIteration) as error:
-            raise ValueError(f"{self.root} does not answer as an OpenAI-compatible server ({_told(error)})") from None
-        raise ValueError(f"{self.root} has neither /v1/completions nor /v1/chat/completions: is the address right?")
+        length = self.client.find_model()
+        self.context_length = min(self.base.context_length, length or self.base.context_length)
+        for self.is_chat in (False, True):
+            try:
+                turn, _ = self.complete(question, [user_message(question.turns[0])], prompt, 1)
+            except ServerError as error:
+                if error.status not in REFUSALS:
+                    raise
+                continue
+            self.sends_ids = any(count for _, count in turn.arrivals)
+            return
+        raise ValueError(
+            f"{self.client.root} has neither /v1/completions nor /v1/chat/completions: is the address right?"
+        )
 
     def complete(
         self, question: Question, messages: list[Message], prompt: Sequence[int], max_new_tokens: int
     ) -> tuple[Turn, bool]:
         """Write the next turn greedily, as a stream; return it, and whether it ended by itself."""
+        if self.is_chat and (question.is_raw or question.tools):
+            raise ValueError(f"{self.client.root} knows only chats: choose questions without raw prompts and tools")
+        system = [{"role": "system", "content": question.system}] if question.system else []
+        request = {"messages": [*system, *messages]} if self.is_chat else {"prompt": list(prompt)}
         tokens = min(max_new_tokens, self.context_length - len(prompt))
-        options: dict[str, Any] = {"model": self.model, "max_tokens": tokens, "temperature": 0, "stream": True}
-        options["extra_body"] = {"return_token_ids": True} if self.sends_ids else {}
-        text, reason, started = "", None, time.perf_counter()
-        ids, arrivals = list[int](), list[tuple[float, int]]()
-        if self.is_chat:
-            if question.is_raw or question.tools:
-                raise ValueError(f"{self.root} knows only chats: choose questions without raw prompts and tools")
-            system = [{"role": "system", "content": question.system}] if question.system else []
-            chat: Any = [*system, *messages]
-            stream: Any = self.client.chat.completions.create(messages=chat, **options)
-        else:
-            stream = self.client.completions.create(prompt=list(prompt), **options)
-        with stream:
-            for choice in (choice for event in stream for choice in event.choices[:1]):
-                new_ids = getattr(choice, "token_ids", None) or []
-                piece = (choice.delta.content if self.is_chat else choice.text) or ""
-                text, reason, ids = text + piece, choice.finish_reason or reason, [*ids, *new_ids]
-                if piece or new_ids:
-                    arrivals.append((time.perf_counter() - started, len(new_ids)))
-        seconds, tokenizer = time.perf_counter() - started, self.base.tokenizer
-        if reason is None:
-            raise ValueError(f"{self.root} broke an answer off: its stream ended without a reason")
+        started, tokenizer = time.perf_counter(), self.base.tokenizer
+        pieces = list(self.client.stream(**request, max_tokens=tokens, temperature=0))
+        seconds, is_ended = time.perf_counter() - started, pieces[-1].finish_reason == "stop"
+        ids = [token for piece in pieces for token in piece.token_ids]
+        arrivals = [(piece.seconds, len(piece.token_ids)) for piece in pieces if piece.text or piece.token_ids]
         with self._encoding:
-            text = decode_answer(ids, tokenizer) if ids else text
-            if not ids or redacted(text) != text:  # a server may echo the key
-                text = redacted(text)
+            text = decode_answer(ids, tokenizer) if ids else "".join(piece.text for piece in pieces)
+            if not ids or storable(text) != text:  # a server may echo the key
+                text = storable(text)
                 ids = list(tokenizer(text, add_special_tokens=False).input_ids)
-                ids += [tokenizer.eos_token_id] if reason == "stop" and tokenizer.eos_token_id is not None else []
-        return Turn(text.strip(), ids, len(prompt), [], seconds, arrivals=arrivals), reason == "stop"
+                ids += [tokenizer.eos_token_id] if is_ended and tokenizer.eos_token_id is not None else []
+        return Turn(text.strip(), ids, len(prompt), [], seconds, arrivals=arrivals), is_ended
 
     def answer(self, name: str, question: Question, max_new_tokens: int) -> Answer:
         """Answer all turns of a question, see `answer_turns`."""
@@ -167,18 +140,10 @@ class Server:
                 return encode_question(self.base, question, messages, self.template)
 
         def write(messages: list[Message], prompt: list[int]) -> tuple[Turn, bool]:
-            try:
-                return self.complete(question, messages, prompt, max_new_tokens)
-            except openai.OpenAIError as error:
-                raise ValueError(f"{self.root} broke an answer off ({_told(error)})") from None
+            return self.complete(question, messages, prompt, max_new_tokens)
 
         turns, ended = answer_turns(question, encode, self.context_length, write)
         return Answer(question.question_id, question.category, name, turns, ended)
-
-
-def _told(error: Exception) -> str:
-    hint = ": put its key into OPENAI_API_KEY" if isinstance(error, openai.AuthenticationError) else ""
-    return f"{type(error).__name__}: {safe_line(error)[:200]}{hint}"
 
 
 # ---- the source of answers
@@ -354,14 +319,11 @@ class Servers:
 
 
 def _addresses(servers: Sequence[str]) -> dict[str, DrafterConditions]:
-    """The addresses of servers that run, by their names."""
+    """The addresses of servers that run, by their names; raises ValueError if one is none."""
     drafters: dict[str, DrafterConditions] = {}
     for server in servers:
         name, _, address = server.rpartition("=")
-        url = urlsplit(address)
-        if url.scheme not in ("http", "https"):
-            raise ValueError(f"{server} is no address of a server: write one like http://localhost:8000/v1")
-        drafters[name or url.netloc] = DrafterConditions(url.geturl())
+        drafters[name or urlsplit(address).netloc] = DrafterConditions(server_root(address))
     if len(drafters) < len(servers):
         raise ValueError("two servers have one name: write --server NAME=URL")
     return drafters

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer
 from inference.evaluate import plots
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.conditions import describe
-from inference.evaluate.figures import Summary, acceptance_length
+from inference.evaluate.figures import acceptance_length
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.tables import (
     COUNTING_RULE,
@@ -90,12 +90,11 @@ def _describe(
     """The values that the template shows of one evaluation; its plots are also put under the names of their files."""
     benchmarks = []
     for benchmark, by_drafter in results.summaries.items():
-        answers, sources = results.answers.get(benchmark, {}), {}
+        sources = {}
         for plot, png in plots.draw_all(by_drafter, colours).items():
             images[f"{re.sub('[^A-Za-z0-9_.-]', '-', benchmark)}-{plot}.png"] = png
             sources[plot] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        notes = [*footnotes(by_drafter), *_cut(by_drafter, answers, results.conditions.caps.get(benchmark))]
-        tables = benchmark_tables(by_drafter, answers)
+        tables, notes = benchmark_tables(by_drafter), footnotes(by_drafter)
         benchmarks.append({"name": benchmark, "tables": tables, "notes": notes, "figures": sources})
     turns = [t for by in results.answers.values() for answers in by.values() for a in answers for t in a.turns]
     return {
@@ -109,18 +108,6 @@ def _describe(
         "is_coloured": decode is not None,
         "has_steps": any(turn.steps for turn in turns),
     }
-
-
-def _cut(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]], cap: int | None) -> list[str]:
-    """A sentence about scored answers (their first turns) that were cut at the length cap, if there are any."""
-    scored = [drafter for drafter, summary in by_drafter.items() if summary.quality]
-    ended = [answer.ended[0] for drafter in scored for answer in answers.get(drafter, ())]
-    if all(ended):
-        return []
-    percent = 100 * ended.count(False) / len(ended)
-    return [
-        f"{percent:.3g} % of the scored answers were cut at the length cap of {cap} tokens and scored as they were."
-    ]
 
 
 # ---- answers

@@ -95,8 +95,9 @@ def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
 def with_scores(
     results: EvaluationResults, prompts: Mapping[str, BenchmarkPrompts], runs_code: bool, marks: ReasoningMarks | None
 ) -> EvaluationResults:
-    """Add the task quality of the answers, what was accepted in their reasoning, and what was left out."""
+    """Add the task quality of the answers, what was accepted in their reasoning, and what was cut or left out."""
     summaries: dict[str, dict[str, Any]] = {name: {} for name in results.summaries}
+    warnings = list(results.record.warnings)
     left_out = [line for selected in prompts.values() for line in selected.notes()]
     for benchmark, by_drafter in results.summaries.items():
         questions = prompts[benchmark].questions
@@ -108,10 +109,14 @@ def with_scores(
                 texts = [begun.without_reasoning(text) for text in texts]
             quality = score(benchmark, questions, texts, sandbox.finishes if runs_code else None)
             summaries[benchmark][name] = replace(summary, quality=quality, reasoning=reasoning(answers, begun))
+        ended = [answer.ended[0] for answers in results.answers[benchmark].values() for answer in answers]
+        if any(summary.quality for summary in summaries[benchmark].values()) and not all(ended):
+            percent, cap = 100 * ended.count(False) / len(ended), results.conditions.caps[benchmark]
+            warnings.append(f"{percent:.3g} % of the scored answers of {benchmark} were cut at {cap} tokens")
         pairs = zip(questions, next(iter(results.answers[benchmark].values())), strict=True)
         if missing := sum(len(question.turns) - len(answer.turns) for question, answer in pairs):
             left_out.append(f"{benchmark}: {missing} later turns, which no longer fit into the base's context")
-    record = replace(results.record, ran_code=runs_code, left_out=left_out)
+    record = replace(results.record, ran_code=runs_code, left_out=left_out, warnings=warnings)
     return replace(results, summaries=summaries, record=record)
 
 

@@ -11,7 +11,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from data.files import escape_markdown, safe_line
-from inference.evaluate.answers import Answer
 from inference.evaluate.conditions import BASELINE, OWN_LOOP, describe
 from inference.evaluate.figures import Category, LengthRange, Summary
 from inference.evaluate.intervals import UNKNOWN, Estimate, Interval
@@ -162,10 +161,10 @@ TERMINAL_COLUMNS = (
 )
 
 
-def benchmark_tables(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]]) -> list[Table]:
-    """The tables of a benchmark that have something to show; of the answers, the ended turns are counted."""
+def benchmark_tables(by_drafter: Mapping[str, Summary]) -> list[Table]:
+    """The tables of a benchmark that have something to show."""
     categories = dict.fromkeys(category for summary in by_drafter.values() for category in summary.by_category)
-    tables = [drafters_table(by_drafter, answers), quality_table(by_drafter)]
+    tables = [drafters_table(by_drafter), quality_table(by_drafter)]
     if len(categories) > 1:
         figures = {
             category: {name: summary.by_category.get(category) for name, summary in by_drafter.items()}
@@ -176,17 +175,14 @@ def benchmark_tables(by_drafter: Mapping[str, Summary], answers: Mapping[str, Se
     return [table for table in tables if table.rows]
 
 
-def drafters_table(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]]) -> Table:
+def drafters_table(by_drafter: Mapping[str, Summary]) -> Table:
     """A row for each drafter; the best of each column is bold, not counting the baseline. Empty columns go."""
     summaries = list(by_drafter.values())
     columns = {name: column for name, column in COLUMNS.items() if any(column.cell(s) != "–" for s in summaries)}
     leaders = {name: column.best(summaries) for name, column in columns.items()}
     rows = []
     for summary in summaries:
-        ended = [is_ended for answer in answers.get(summary.name, ()) for is_ended in answer.ended]
         small = {at: _interval(column.estimate(summary).interval) for at, column in enumerate(columns.values(), 1)}
-        if ended and "ended by EOS" in columns:
-            small[1 + list(columns).index("ended by EOS")] = f"{sum(ended)} of {len(ended)}"
         percent = math.floor(1000 * summary.identical / summary.questions) / 10  # never rounds up to 100
         is_identical = summary.identical == summary.questions
         identical = f"{percent:g} % ({summary.identical}/{summary.questions}){'' if is_identical else ' †'}"
@@ -253,7 +249,7 @@ def all_tables(results: EvaluationResults) -> Iterator[Table]:
         drafters = dict.fromkeys(name for by in results.summaries.values() for name in _without_baseline(by))
         yield overview_table("benchmark", results.summaries, list(drafters))
     for benchmark, by_drafter in results.summaries.items():
-        for table in benchmark_tables(by_drafter, results.answers.get(benchmark, {})):
+        for table in benchmark_tables(by_drafter):
             yield replace(table, title=f"{benchmark}: {table.title}" if table.title else benchmark)
 
 

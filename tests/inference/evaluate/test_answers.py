@@ -102,7 +102,10 @@ def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp
 )
 def test_what_follows_the_reasoning_of_the_first_turn_is_scored(make, text, is_open, percent):
     turns = [Turn(text, [7], 1, [PREFILL], 1.0), Turn("#### 9", [7], 1, [PREFILL], 1.0)]
-    found = make({"gsm8k": {"none": [Answer(0, "math", "none", turns, [True, True])]}})
-    asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(0, "math", ("?", "?"), "#### 5")])}
+    given = [Answer(number, "math", "none", turns, [number == 0, True]) for number in range(2)]
+    found = make({"gsm8k": {"none": given}})
+    asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(n, "math", ("?", "?"), "#### 5") for n in range(2)])}
     marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)
-    assert with_scores(found, asked, False, marks).summaries["gsm8k"]["none"].quality == {"exact match": percent}
+    scored = with_scores(found, asked, False, marks)
+    assert scored.summaries["gsm8k"]["none"].quality == {"exact match": percent}
+    assert scored.record.warnings == ["50 % of the scored answers of gsm8k were cut at 9 tokens"]

@@ -30,7 +30,7 @@ class PositionRate:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceFigures:
     """What the steps did, prefills excluded: the same in every run."""
 
     length: Estimate  # acceptance length: emitted tokens / base forwards over all questions (micro average)
@@ -48,7 +48,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Speed:
+class SpeedFigures:
     """What the clock says, prefills included: other in every run."""
 
     seconds: Figure  # wall time of all answers
@@ -118,8 +118,8 @@ class Summary:
     identical: Count  # questions with the baseline's tokens in every turn
     first_divergence: tuple[int, Count, Count] | None  # question id, turn and token position of the first difference
     tokens: Count
-    acceptance: Acceptance
-    speed: Speed
+    acceptance: AcceptanceFigures
+    speed: SpeedFigures
     by_category: dict[str, Category] = field(default_factory=dict)
     by_position: list[LengthRange] = field(default_factory=list)  # by position in the context
     quality: dict[str, Figure] = field(default_factory=dict)  # in percent, as the benchmark scores it
@@ -155,7 +155,7 @@ def summarise(rounds: Rounds, baseline: Rounds) -> Summary:
     timed = [_terms(*pair, times.seconds(pair[0]), base_times.seconds(pair[1])) for pair in pairs]
     walls = [_terms(*pair, pair[0].seconds, pair[1].seconds) for pair in pairs]
     turns = turns_of(answers)
-    speed = Speed(
+    speed = SpeedFigures(
         seconds=_seconds(turns),
         tokens_per_second=quotient(count_tokens(turns), _seconds(turns)),
         speedup=_speedup(timed),
@@ -226,13 +226,13 @@ def acceptance_length(turns: Iterable[Turn]) -> float | None:
     return session.acceptance_length(turn.steps for turn in turns)
 
 
-def measure_acceptance(answers: Sequence[Answer]) -> Acceptance:
+def measure_acceptance(answers: Sequence[Answer]) -> AcceptanceFigures:
     """What the steps of the answers did."""
     turns = turns_of(answers)
     by_answer, steps = [decode_steps(answer.turns) for answer in answers], decode_steps(turns)
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
     pairs = [pair for answer in answers for pair in zip(answer.turns, answer.ended, strict=True)]
-    return Acceptance(
+    return AcceptanceFigures(
         length=ratio((sum(step.emitted for step in own), len(own)) for own in by_answer if own),
         mean=ratio((length, 1) for length in lengths),
         ended=acceptance_length(turn for turn, is_ended in pairs if is_ended),
@@ -257,7 +257,7 @@ class DraftCounts:
     fed: int  # all tokens that they fed to the base
 
     def figures(self) -> dict[str, Any]:
-        """The fields of an `Acceptance` that follow from these sums."""
+        """The fields of an `AcceptanceFigures` that follow from these sums."""
         return {
             "fed_per_step": quotient(self.fed, self.steps),
             "hit_ratio": quotient(self.accepted, self.drafted),

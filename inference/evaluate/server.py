@@ -34,11 +34,11 @@ from inference.evaluate.conditions import (
     versions,
 )
 from inference.evaluate.figures import (
-    Acceptance,
+    AcceptanceFigures,
     DraftCounts,
     Latency,
     PositionRate,
-    Speed,
+    SpeedFigures,
     Summary,
     count_identical,
     pair_answers,
@@ -342,7 +342,9 @@ def summarise(run: ServedRun, answers: list[Answer], base_run: ServedRun, baseli
         **count_identical(pair_answers(answers, baseline)),
         tokens=tokens,
         acceptance=acceptance_by_counts(run.counts, len(turns), tokens),
-        speed=Speed(run.seconds, speed, wall=Estimate(speed / (count_tokens(turns_of(baseline)) / base_run.seconds))),
+        speed=SpeedFigures(
+            run.seconds, speed, wall=Estimate(speed / (count_tokens(turns_of(baseline)) / base_run.seconds))
+        ),
         concurrency=run.concurrency,
         latency=Latency(
             percentiles([turn.arrivals[0][0] for turn in turns if turn.arrivals]),
@@ -351,7 +353,7 @@ def summarise(run: ServedRun, answers: list[Answer], base_run: ServedRun, baseli
     )
 
 
-def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_tokens: int) -> Acceptance:
+def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_tokens: int) -> AcceptanceFigures:
     """Turn a server's counters into figures; acceptance rates have no intervals, as no question has its own.
 
     vLLM does not count the steps without drafts. A step emits one token more than it accepts, so there are at least
@@ -362,7 +364,7 @@ def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_t
     at = [number for name, number in sorted((counts or {}).items()) if name.startswith("accepted_tokens_per_pos")]
     is_possible = min([drafting, drafted, accepted, *at]) >= 0 and accepted <= drafted and max([0, *at]) <= drafting
     if counts is None or not is_possible:  # as after a restart of the server
-        return Acceptance(UNKNOWN)
+        return AcceptanceFigures(UNKNOWN)
     emitted = num_tokens - num_texts
     steps = max(drafting, emitted - accepted)
     drafts = DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed=steps + drafted)
@@ -371,7 +373,7 @@ def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_t
         for now, before in zip(at, [steps, *at], strict=False)
         if now and before
     ]
-    return Acceptance(length=Estimate(quotient(emitted, steps)), rates=rates, **drafts.figures())
+    return AcceptanceFigures(length=Estimate(quotient(emitted, steps)), rates=rates, **drafts.figures())
 
 
 def inter_token_seconds(turns: Sequence[Turn]) -> list[float]:

@@ -335,16 +335,15 @@ def _addresses(servers: Sequence[str]) -> dict[str, DrafterConditions]:
 def summarise(run: ServedRun, answers: list[Answer], base_run: ServedRun, baseline: list[Answer]) -> Summary:
     """Compare the answers of a run with those of the baseline."""
     turns = turns_of(answers)
-    tokens, speed = count_tokens(turns), count_tokens(turns) / run.seconds
+    tokens, base_tokens = count_tokens(turns), count_tokens(turns_of(baseline))
+    speed, base_speed = tokens / run.seconds, base_tokens / base_run.seconds
     return Summary(
         drafter=run.drafter,
         baseline=base_run.drafter,
         **count_identical(pair_answers(answers, baseline)),
         tokens=tokens,
         acceptance=acceptance_by_counts(run.counts, len(turns), tokens),
-        speed=SpeedFigures(
-            run.seconds, speed, wall=Estimate(speed / (count_tokens(turns_of(baseline)) / base_run.seconds))
-        ),
+        speed=SpeedFigures(run.seconds, speed, wall=Estimate(speed / base_speed)),
         concurrency=run.concurrency,
         latency=Latency(
             percentiles([turn.arrivals[0][0] for turn in turns if turn.arrivals]),

@@ -95,7 +95,7 @@ class World:
         return torch.stack([distribution[token] * self.joint((*path, token)) for token in range(self.vocab)])
 
 
-class AcceptanceFigures:
+class Acceptance:
     """What multi-round rejection does at a node, found by trying it once for each path, draws and distribution."""
 
     def __init__(self, world):
@@ -151,7 +151,7 @@ def world_of(num_frames, vocab, biased):
 
 @cache
 def acceptance_in(world):
-    return AcceptanceFigures(world)
+    return Acceptance(world)
 
 
 def written_distribution(world, trees):

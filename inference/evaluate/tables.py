@@ -141,7 +141,6 @@ COLUMNS = {
     "inter-token, ms": _Column(lambda s: _milliseconds(s.latency.inter_token if s.latency else None), 1),
     "fed tokens/step": _Column(lambda s: s.acceptance.fed_per_step, 1),
     "of them scratch": _Column(lambda s: s.acceptance.scratch_per_step or None, 1),
-    "draft efficiency": _Column(lambda s: _percent(s.acceptance.hit_ratio), 1, " %"),
     "draft forwards/step": _Column(lambda s: s.acceptance.draft_forwards_per_step or None, 1),
     "peak MiB": _Column(lambda s: s.speed.peak_bytes and s.speed.peak_bytes / 2**20, 0),
 }
@@ -153,7 +152,6 @@ MEANINGS = {
     "wall speed-up": "Wall speed-up: by the clock.",
     "first token, ms": "First token: from a request to its first token; small, median and 95th percentile.",
     "inter-token, ms": "Inter-token: between two tokens; those that arrive together divide the time before equally.",
-    "draft efficiency": "Draft efficiency: accepted / fed draft tokens.",
 }
 TERMINAL_COLUMNS = (
     *("drafter", "acceptance length", "speed-up", "wall speed-up", "tokens/s", "fed tokens/step"),

@@ -161,14 +161,10 @@ TERMINAL_COLUMNS = (
 
 def benchmark_tables(by_drafter: Mapping[str, Summary]) -> list[Table]:
     """The tables of a benchmark that have something to show."""
-    categories = dict.fromkeys(category for summary in by_drafter.values() for category in summary.by_category)
     tables = [drafters_table(by_drafter), quality_table(by_drafter)]
-    if len(categories) > 1:
-        figures = {
-            category: {name: summary.by_category.get(category) for name, summary in by_drafter.items()}
-            for category in categories
-        }
-        tables.append(overview_table("category", figures, _without_baseline(by_drafter)))
+    if any(len(summary.by_category) > 1 for summary in by_drafter.values()):
+        categories = {name: by_drafter[name].by_category for name in _without_baseline(by_drafter)}
+        tables.append(overview_table("category", categories))
     tables.append(positions_table({name: summary.by_position for name, summary in by_drafter.items()}))
     return [table for table in tables if table.rows]
 
@@ -200,17 +196,17 @@ def quality_table(by_drafter: Mapping[str, Summary]) -> Table:
     return Table("Task quality, %", ["drafter", *grades], rows)
 
 
-def overview_table(
-    what: str, figures: Mapping[str, Mapping[str, Summary | Category | None]], drafters: Sequence[str]
-) -> Table:
-    """A row for each benchmark or category with acceptance length and speed-up of each drafter; the longest is bold."""
+def overview_table(what: str, figures: Mapping[str, Mapping[str, Summary | Category | None]]) -> Table:
+    """A row for each drafter with its acceptance length and speed-up by category or benchmark; the longest is bold."""
+    columns = list(dict.fromkeys(name for by_column in figures.values() for name in by_column))
+    pairs = {name: [_length_and_speedup(by.get(column)) for column in columns] for name, by in figures.items()}
+    longest = [max((row[at][0] or 0.0 for row in pairs.values()), default=0.0) for at in range(len(columns))]
     rows = []
-    for name, by_drafter in figures.items():
-        pairs = [_length_and_speedup(by_drafter.get(drafter)) for drafter in drafters]
-        best = max(range(len(pairs)), key=lambda at: pairs[at][0] or 0.0, default=-1)
-        cells = ["–" if pair == (None, None) else f"{number(pair[0])} {number(pair[1], unit='×')}" for pair in pairs]
-        rows.append(Row([name, *cells], {best + 1}))
-    return Table(f"Acceptance length and speed-up by {what}", [what, *drafters], rows)
+    for name, row in pairs.items():
+        cells = ["–" if pair == (None, None) else f"{number(pair[0])} {number(pair[1], unit='×')}" for pair in row]
+        best = {at for at, (pair, most) in enumerate(zip(row, longest, strict=True), 1) if pair[0] == most}
+        rows.append(Row([name, *cells], best))
+    return Table(f"Acceptance length and speed-up by {what}", ["drafter", *columns], rows)
 
 
 def positions_table(ranges: Mapping[str, Sequence[LengthRange]]) -> Table:
@@ -244,26 +240,24 @@ def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:
 def all_tables(results: EvaluationResults) -> Iterator[Table]:
     """All tables of an evaluation, with their benchmark in the title."""
     if len(results.summaries) > 1:
-        drafters = dict.fromkeys(name for by in results.summaries.values() for name in _without_baseline(by))
-        yield overview_table("benchmark", results.summaries, list(drafters))
+        yield evaluations_table([results])
     for benchmark, by_drafter in results.summaries.items():
         for table in benchmark_tables(by_drafter):
             yield replace(table, title=f"{benchmark}: {table.title}" if table.title else benchmark)
 
 
 def evaluations_table(evaluations: Sequence[EvaluationResults]) -> Table:
-    """A row for each drafter of each evaluation, relative to its own baseline, with a column for each benchmark."""
-    benchmarks = list(dict.fromkeys(name for results in evaluations for name in results.summaries))
-    rows = []
+    """A row for each drafter of some evaluations, relative to its own baseline, with a column for each benchmark."""
+    figures: dict[str, dict[str, Summary | Category | None]] = {}
     for results in evaluations:
-        drafters = dict.fromkeys(name for by in results.summaries.values() for name in _without_baseline(by))
-        for drafter in drafters:
-            summaries = [results.summaries.get(name, {}).get(drafter) for name in benchmarks]
-            pairs = map(_length_and_speedup, summaries)
-            cells = [f"{number(length)} {number(speedup, unit='×')}" for length, speedup in pairs]
-            is_identical = all(summary.identical == summary.questions for summary in summaries if summary)
-            rows.append(Row([f"{results.name}: {drafter}", *cells], is_identical=is_identical))
-    return Table("Acceptance length and speed-up by evaluation", ["evaluation", *benchmarks], rows)
+        for benchmark, by_drafter in results.summaries.items():
+            for drafter in _without_baseline(by_drafter):
+                name = f"{results.name}: {drafter}" if len(evaluations) > 1 else drafter
+                figures.setdefault(name, {})[benchmark] = by_drafter[drafter]
+    table = overview_table("benchmark", figures)
+    if len(evaluations) > 1:  # whose bases may differ
+        table = replace(table, rows=[replace(row, best=set()) for row in table.rows])
+    return table
 
 
 def terminal(results: EvaluationResults) -> Iterator[RenderableType]:

@@ -25,6 +25,7 @@ from inference.evaluate.conditions import (
 )
 from inference.evaluate.figures import Summary, summarise
 from inference.evaluate.options import EvaluationOptions
+from inference.evaluate.results import Measured
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import progress_bars
@@ -41,8 +42,6 @@ DEFAULT_DRAFTERS = ("prompt_lookup", "joint")
 WARM_UP_TOKENS = 16
 
 Slot = tuple[int, str]  # the id of a question, and the name of a drafter
-Summaries = dict[str, dict[str, Summary]]  # by benchmark and drafter
-Answers = dict[str, dict[str, list[Answer]]]  # in the same way
 
 
 @dataclass(frozen=True)
@@ -159,17 +158,16 @@ class OwnLoop:
 
     # ---- what was decoded
 
-    def results(self, files: AnswerFiles) -> tuple[Summaries, Answers, RunRecord]:
+    def results(self, files: AnswerFiles) -> Measured:
         """Each drafter in comparison with the base alone, its answers of median time, and what happened."""
-        summaries: Summaries = {}
-        answers: Answers = {}
-        num_repeats, lines = {}, []
+        summaries, answers, repeats, lines = {}, {}, {}, list[str]()
         for benchmark in self.questions:
             rounds = self._rounds(files, benchmark)
-            summaries[benchmark] = {name: summarise(rounds[name], rounds[self.drafters[0]]) for name in self.drafters}
-            answers[benchmark] = {name: median_answers(repeats) for name, repeats in rounds.items()}
-            num_repeats[benchmark] = len(rounds[self.drafters[0]])
-            lines += self._warnings(files, benchmark)
+            baseline = rounds[self.drafters[0]]
+            summaries[benchmark] = {name: summarise(rounds[name], baseline) for name in self.drafters}
+            answers[benchmark] = {name: median_answers(rounds[name]) for name in self.drafters}
+            repeats[benchmark] = len(baseline)
+            lines += self._warnings(benchmark, summaries[benchmark], rounds)
         starts = [validated(Start, event) for event in files.events]
         loads = [answer.load for answer in files.all_answers() if answer.load is not None]
         load = MachineLoad(
@@ -180,7 +178,7 @@ class OwnLoop:
             gpu_percents=[start.gpu_use for start in starts if start.gpu_use is not None],
         )
         multiple = min((start.row_multiple or 0 for start in starts), default=0) or None
-        record = RunRecord(load, num_repeats, len(starts), warnings=[*load.warnings(), *lines], row_multiple=multiple)
+        record = RunRecord(load, repeats, len(starts), warnings=[*load.warnings(), *lines], row_multiple=multiple)
         return summaries, answers, record
 
     def _rounds(self, files: AnswerFiles, benchmark: str) -> dict[str, list[list[Answer]]]:
@@ -193,25 +191,24 @@ class OwnLoop:
         baseline, *times = (MedianStepTimes(rounds[name][:num_repeats]) for name in self.drafters)
         return [timing_error(drafter, baseline) for drafter in times]
 
-    def _warnings(self, files: AnswerFiles, benchmark: str) -> list[str]:
+    def _warnings(
+        self, benchmark: str, summaries: Mapping[str, Summary], rounds: Mapping[str, list[list[Answer]]]
+    ) -> list[str]:
         """Speed-ups of a benchmark that are not precise, and drafters whose repeats differ."""
-        lines, rounds = [], self._rounds(files, benchmark)
-        count = len(rounds[self.drafters[0]])
-        errors = self._errors(files, benchmark, count) if self.conditions.repeats == "auto" else []
-        imprecise = [
-            f"{name} {'unknown' if error is None else f'± {100 * error:.0f} %'}"
-            for name, error in zip(self.drafters[1:], errors, strict=False)
-            if not is_precise(error)
-        ]
+        lines, imprecise = [], []
+        for name, summary in summaries.items():
+            error = summary.speed.timing_error
+            if self.conditions.repeats == "auto" and not summary.is_baseline and not is_precise(error):
+                imprecise.append(f"{name} {'unknown' if error is None else f'± {100 * error:.0f} %'}")
         if imprecise:
             lines.append(
-                f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after {count} "
-                f"repeats: {', '.join(imprecise)}"
+                f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after "
+                f"{len(rounds[self.drafters[0]])} repeats: {', '.join(imprecise)}"
             )
         for name, repeats in rounds.items():
-            by_question = [list(map(comparable, answers)) for answers in zip(*repeats, strict=True)]
-            differs = [any(again != first for again in others) for first, *others in by_question]
-            ids = [answer.question_id for answer, differing in zip(repeats[0], differs, strict=True) if differing]
+            first, *others = ([comparable(answer) for answer in answers] for answers in repeats)
+            pairs = [zip(repeats[0], first, again, strict=True) for again in others]
+            ids = sorted({answer.question_id for pair in pairs for answer, one, other in pair if one != other})
             if ids:
                 lines.append(
                     f"{name} decodes {len(ids)} questions of {benchmark} differently in different repeats, "

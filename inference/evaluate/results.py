@@ -12,6 +12,10 @@ from inference.evaluate.answers import Answer, median_answers, read_answers
 from inference.evaluate.conditions import RunConditions, RunRecord
 from inference.evaluate.figures import Summary
 
+Summaries = dict[str, dict[str, Summary]]  # by benchmark and `Summary.name`
+Answers = dict[str, dict[str, list[Answer]]]  # in the same way
+Measured = tuple[Summaries, Answers, RunRecord]  # by a source of answers
+
 
 @dataclass(frozen=True)
 class EvaluationResults:
@@ -19,8 +23,8 @@ class EvaluationResults:
 
     conditions: RunConditions
     record: RunRecord
-    summaries: dict[str, dict[str, Summary]]  # by benchmark and `Summary.name`
-    answers: dict[str, dict[str, list[Answer]]]  # in the same way; without those whose files are gone
+    summaries: Summaries
+    answers: Answers  # without those whose files are gone
     name: str = ""  # of the folder
 
 
@@ -44,16 +48,13 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
         if not listed or not all(listed.values()):
             raise ValueError("no results")
     summaries = {benchmark: {summary.name: summary for summary in own} for benchmark, own in listed.items()}
-    answers: dict[str, dict[str, list[Answer]]] = {benchmark: {} for benchmark in summaries}
-    for benchmark, _, recorded in read_answers(Path(folder)):
-        drafter = recorded[0].drafter
-        if drafter in summaries.get(benchmark, ()):
-            answers[benchmark][drafter] = median_answers(_by_repeat(recorded))
-    ordered = {
-        benchmark: {name: answers[benchmark][name] for name in by if name in answers[benchmark]}
-        for benchmark, by in summaries.items()
-    }
-    return EvaluationResults(conditions, record, summaries, ordered, name or Path(folder).resolve().name)
+    answers: Answers = {benchmark: {} for benchmark in summaries}
+    recorded = {(benchmark, answers[0].drafter): answers for benchmark, _, answers in read_answers(Path(folder))}
+    for benchmark, by_drafter in summaries.items():
+        for drafter in by_drafter:
+            if (benchmark, drafter) in recorded:
+                answers[benchmark][drafter] = median_answers(_by_repeat(recorded[benchmark, drafter]))
+    return EvaluationResults(conditions, record, summaries, answers, name or Path(folder).resolve().name)
 
 
 def read_all(folders: Sequence[str]) -> list[EvaluationResults]:

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -45,6 +44,7 @@ from inference.evaluate.figures import (
 )
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
 from inference.evaluate.options import EvaluationOptions
+from inference.evaluate.results import Answers, Measured, Summaries
 from inference.openai_server import OpenAIServer, ServerError, server_root, storable
 from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
 from inference.runs import progress_bars
@@ -240,14 +240,12 @@ class Servers:
                         num_new += len(answers)
         return num_new
 
-    def results(
-        self, files: AnswerFiles
-    ) -> tuple[dict[str, dict[str, Summary]], dict[str, dict[str, list[Answer]]], RunRecord]:
+    def results(self, files: AnswerFiles) -> Measured:
         """Each drafter in comparison with the baseline at as many requests at once, the answers, and what happened.
 
         The wall speed-up is the ratio of tokens per second. There is none by step times, which no server reports.
         """
-        conditions, summaries, answers = self.conditions, dict[str, Any](), dict[str, Any]()
+        conditions, summaries, answers = self.conditions, Summaries(), Answers()
         lines = list(dict.fromkeys(event["note"] for event in files.events if event.get("note")))
         runs = {(run.benchmark, run.drafter, run.concurrency): run for run in self._runs(files)}
         baseline = next(iter(conditions.drafters))

@@ -19,7 +19,6 @@ from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 
 BASELINE = "none"  # the base alone
 FILE_OPTIONS = "inner", "corpus", "static"  # options of drafters that name files
-LOSSY = " (lossy)"  # behind the name of a drafter whose drafts are accepted by typical acceptance
 OWN_LOOP = "drafters"  # the engine that is this project's own decoding loop
 
 
@@ -29,7 +28,6 @@ class DrafterConditions:
 
     spec: str  # or the address of a server
     fingerprint: str = ""  # of its folders and files; empty if it has none
-    is_lossy: bool = False  # whether its drafts are accepted by typical acceptance
 
 
 @dataclass(frozen=True)
@@ -72,17 +70,16 @@ class RunConditions:
     def same(self) -> dict[str, str]:
         """What must be equal in figures that are compared, besides the base and the benchmarks, in words."""
         threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else ""
-        sampling, is_lossy = self.sampling, any(drafter.is_lossy for drafter in self.drafters.values())
         decoding = "greedy"
-        if sampling.temperature:
-            decoding = ", ".join(f"{name} {value}" for name, value in asdict(sampling).items())
+        if self.sampling.temperature:
+            decoding = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
         decoding += f", drafters' memory kept over {', '.join(self.memory)}" if self.memory else ""
         return {
             "engine": self.engine,
             "dtype": self.dtype,
             "forward": self.forward,
             "device": f"{self.device} ({self.machine}{threads})",
-            "decoding": decoding + ", typical acceptance: lossy" * is_lossy,
+            "decoding": decoding,
             "template": self.template,
         }
 
@@ -122,17 +119,17 @@ def make_conditions(
     )
 
 
-def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str, DrafterConditions]:
+def drafter_conditions(specs: Sequence[str]) -> dict[str, DrafterConditions]:
     """The base alone and each drafter, by its name in the tables; raises ValueError if one is named twice."""
     labels = drafter_specs.labels([BASELINE, *(spec for spec in specs if spec != BASELINE)])
     conditions = {}
     for name, spec in labels.items():
-        parts, is_lossy = drafter_specs.split(spec), typical and spec != BASELINE
+        parts = drafter_specs.split(spec)
         files = [str(drafter_specs.drafter_folder(parts.file))] if parts.file else []
         for option, value in parts.pairs:
             files += value.split("+") if option in FILE_OPTIONS else []
         prints = "+".join(filter(None, map(fingerprint, files)))
-        conditions[name + LOSSY * is_lossy] = DrafterConditions(spec, prints, is_lossy)
+        conditions[name] = DrafterConditions(spec, prints)
     return conditions
 
 

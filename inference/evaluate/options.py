@@ -13,7 +13,6 @@ class EvaluationOptions:
     Args:
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
             prompt_lookup and joint; the base alone, none, is always measured too.
-        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
         repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
         reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
         run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
@@ -22,7 +21,6 @@ class EvaluationOptions:
     """
 
     drafter: list[str] | None = None
-    typical: bool = False
     repeats: int | Literal["auto"] = "auto"
     reset: bool = True
     run_code: bool = False

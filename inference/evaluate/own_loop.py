@@ -33,7 +33,6 @@ from inference.timing import MachineLoad
 from inference.verifier.base import Base, resolve_device
 from inference.verifier.compiled import make_runner
 from inference.verifier.options import ModelOptions, SamplingOptions
-from inference.verifier.sampling import Sampler, Typical
 from inference.verifier.session import Session, Step
 
 MAX_REPEATS = 5  # of a benchmark whose speed-ups are not precise
@@ -80,7 +79,7 @@ class OwnLoop:
             sampling=sampling,
             forward=model.forward,
             repeats=options.repeats,
-            drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS, options.typical),
+            drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS),
             memory=[] if options.reset else list(prompts),
         )
 
@@ -101,12 +100,10 @@ class OwnLoop:
         torch.set_num_threads(conditions.threads or 1)
         base = self.model.load_on(device)
         runner = make_runner(base, self.model.compile)
-        sessions = {}
-        for name, drafter in conditions.drafters.items():
-            sampler: Sampler = conditions.sampling.sampler()
-            if drafter.is_lossy:
-                sampler = Typical(**asdict(conditions.sampling))
-            sessions[name] = drafter_specs.make_session(drafter.spec, runner, sampler)
+        sessions = {
+            name: drafter_specs.make_session(drafter.spec, runner, conditions.sampling.sampler())
+            for name, drafter in conditions.drafters.items()
+        }
         before = [] if running is None else [running]
         for line in MachineLoad(timing.num_cores(), conditions.threads or 1, before).warnings():
             print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)

@@ -79,8 +79,6 @@ def evaluate(
 def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
     """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
     sampling.sampler()
-    if options.typical and sampling.temperature == 0:
-        raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
     for spec in options.drafter or [] if not options.server else []:
         _ = drafter_specs.split(spec).registration  # there is such a drafter
     check_at_least(1, concurrency=min(options.concurrency or [1]))
@@ -88,8 +86,8 @@ def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
         check_at_least(1, repeats=options.repeats)
     if not options.server and options.concurrency:
         raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-    if options.server and (options.typical or sampling.temperature or not options.reset):
-        raise ValueError("--typical, --temperature and --reset are for our own decoding loop, not for --server")
+    if options.server and (sampling.temperature or not options.reset):
+        raise ValueError("--temperature and --reset are for our own decoding loop, not for --server")
 
 
 def with_scores(

@@ -23,7 +23,7 @@ from inference.verifier.base import load_base, load_base_info
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler, Typical
+from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import PHASES, Session, Step
 from tests.conftest import full_disk
 from train.cli import grouped, run_drafters
@@ -128,19 +128,19 @@ def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(make_loop, wh
         )
 
 
-def test_typical_acceptance_is_used_for_the_drafters_and_not_for_the_base_alone(run, asked, tmp_path):
+def test_texts_are_drawn_as_the_options_say(run, asked, tmp_path):
     sampling = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 3}
-    run(tmp_path, specs=["joint"], typical=True, repeats=1, **sampling)
+    run(tmp_path, specs=["joint"], repeats=1, **sampling)
     found = folders.read(tmp_path)
-    assert found.conditions.same()["decoding"].endswith("lossy") and found.conditions.caps == {"mt_bench": 14}
+    assert found.conditions.same()["decoding"] == "temperature 0.8, top_k 12, top_p 0.9, seed 3"
+    assert found.conditions.caps == {"mt_bench": 14}
     assert found.conditions.base_fingerprint == fingerprint(asked / "base")
     base = load_base(str(asked / "base"))
     question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
-    for name, rule in (("none", KeyedSampler), ("joint", Typical)):
-        session = Session(Runner(base), drafter_specs.make(name, Runner(base)), rule(**sampling))
+    for name in ("none", "joint"):
+        session = Session(Runner(base), drafter_specs.make(name, Runner(base)), KeyedSampler(**sampling))
         expected = answer_question(session, name, question, base, "tokenizer", 14)
-        shown = name if rule is KeyedSampler else f"{name} (lossy)"
-        assert comparable(found.answers["mt_bench"][shown][0]) == comparable(expected)
+        assert comparable(found.answers["mt_bench"][name][0]) == comparable(expected)
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_the_headline_names_the_fastest_drafter_differing_text_or_a_base_alone(e
 def parts(make, answers, words):
     """Three evaluations under different conditions, with hostile names."""
     given = {"mt_bench": answers["mt_bench"]}
-    drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}
+    drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc")}
     lossy = {"mt_bench": {name: own for name, own in answers["mt_bench"].items() if name != "ngram"}}
     return [
         make(given, "a"),

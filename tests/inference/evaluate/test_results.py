@@ -8,7 +8,7 @@ import pytest
 
 from inference.evaluate import compare
 from inference.evaluate.answers import read_answers
-from inference.evaluate.conditions import BenchmarkConditions, DrafterConditions, RunRecord, describe
+from inference.evaluate.conditions import BenchmarkConditions, RunRecord, describe
 from inference.evaluate.results import read, read_all
 from inference.timing import MachineLoad
 from inference.verifier.options import SamplingOptions
@@ -108,7 +108,6 @@ def test_several_folders_have_names_of_their_own(make_folder, tmp_path):
         ({"versions": {"torch": "2.14"}}, True),
         ({"cap": 99}, False),
         ({"benchmarks": {"mt_bench": BenchmarkConditions("abc", 8)}}, False),
-        ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}}, False),
     ],
 )
 def test_conditions_that_differ_are_named(make, answers, changes, are_equal):

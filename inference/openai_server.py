@@ -31,7 +31,7 @@ class ServerError(ValueError):
 
     @property
     def concerns_every_request(self) -> bool:
-        """Whether no other request can succeed either: the key, the model or the address is wrong, or nobody answers."""
+        """Whether no request can succeed: the key, the model or the address is wrong, or nobody answers."""
         return self.status in (0, *BUSY, 401, 403, 404) or 300 <= self.status < 400
 
 
@@ -59,9 +59,9 @@ class Piece(NamedTuple):
 class OpenAIServer:
     """A model on an OpenAI-compatible server. May be used by many threads at once.
 
-    Requests are those of OpenAI's API by name: one with ``messages`` is a chat, one with ``prompt`` a text, or its token
-    ids, to continue. The key is read from OPENAI_API_KEY for every request, and never stored, printed or sent to another
-    host.
+    Requests are those of OpenAI's API by name: one with ``messages`` is a chat, one with ``prompt`` a text, or its
+    token ids, to continue. The key is read from OPENAI_API_KEY for every request, and never stored, printed or sent to
+    another host.
 
     Args:
         url: Address such as http://localhost:8000, with or without /v1; ValueError if it is none or holds a password.

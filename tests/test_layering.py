@@ -37,7 +37,8 @@ LAYERS = {
     "inference": """
         arguments bases journal runs sandbox timing
         verifier
-        indexes prompts regenerate
+        indexes openai_server prompts recount
+        regenerate
         drafter_specs
         verify vllm
         evaluate

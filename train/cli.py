@@ -33,7 +33,7 @@ COMMANDS = {
     "eval": Command("inference.evaluate.command:evaluate", "measure drafters side by side on benchmarks"),
     "tune": Command("inference.tune:tune", "search the options of a drafter for speed or acceptance"),
     "report": Command(
-        "inference.evaluate.report:report",
+        "inference.evaluate.command:report",
         "make one page of evaluations, compare two, or recount answers",
         ("folders",),
     ),

@@ -7,7 +7,7 @@ import pytest
 from drafters.protocol import Limits
 from drafters.training_free.ngram import ANPD, PromptLookup
 from inference.chat import ChatSession
-from inference.evaluate.breakdowns import count_drafts
+from inference.evaluate.figures import count_drafts
 from inference.verifier.session import Session, acceptance_length
 
 FAR = Limits(max_depth=100)

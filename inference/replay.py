@@ -1,37 +1,44 @@
 """``drafters replay``: measure drafters that read only tokens on recorded greedy answers, without the base."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from data.benchmarks import Question, load_questions
 from data.conversations import Message, user_message
 from data.files import read_json_lines, reading
-from data.safe_text import SafeConsole
+from data.safe_text import safe_text
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
 from drafters.tree import ROOT, DraftTree
 from inference import drafter_specs
+from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.figures import measure_acceptance
 from inference.prompts import encode_question
 from inference.verifier.base import BaseConfig
 from inference.verifier.runner import ForwardOutput, Runner
 from inference.verifier.sampling import Greedy, TreeLogits
-from inference.verifier.session import Session, Step, acceptance_length
+from inference.verifier.session import Session, Step
 
 NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
+EVERY_STEP = "block efficiency (Ouroboros)"
 COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed per step", "hit ratio"
 
-# A turn: its question, prompt and answer (empty if its tokens are unknown), and whether it ended before the length cap.
-Recording = tuple[Question, list[int], list[int], bool]
+
+class RecordedTurn(NamedTuple):
+    """A turn of a question as it was answered."""
+
+    question: Question
+    prompt: list[int]
+    answer: list[int]  # empty if its tokens are unknown
+    has_ended: bool  # before the length cap
 
 
 class RecordedRunner(Runner):
-    """Stands in for the base: after any beginning of an answer ``text``, its argmax is the next recorded token."""
+    """Stands in for the base: after any beginning of a recorded ``text``, its argmax is the next recorded token."""
 
     def __init__(self, base: BaseConfig, text: Sequence[int] = ()) -> None:
         self.base: Any = base
@@ -55,61 +62,58 @@ class RecordedRunner(Runner):
         self.cached += self._num_pending + len(path)
 
 
-class RecordedTokens(Greedy):
+class RecordedSampler(Greedy):
     """The sampler of a `RecordedRunner`, whose rows are tokens already."""
 
     def decide(self, rows: TreeLogits) -> Tensor:
         return rows.logits
 
 
-def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], cap: int) -> Iterator[list[Step]]:
-    """Decode the recorded turns in order, by the loop that decodes live, and yield the steps of each."""
-    session = Session(runner := RecordedRunner(base), drafter, RecordedTokens())
-    eos = frozenset([base.tokenizer.eos_token_id, *(tokens[-1] for _, _, tokens, ended in recorded if ended)])
-    for question, prompt, tokens, ended in recorded:
-        runner.text = [*prompt, *tokens]
-        result = session.run(prompt, cap if ended else len(tokens), eos)
-        if result.tokens != tokens:
+def decode(base: BaseConfig, drafter: Drafter, turns: Sequence[RecordedTurn], cap: int) -> Iterator[list[Step]]:
+    """Decode recorded turns in order, by the loop that decodes live, and yield the steps of each."""
+    session = Session(runner := RecordedRunner(base), drafter, RecordedSampler())
+    eos = frozenset([base.tokenizer.eos_token_id, *(turn.answer[-1] for turn in turns if turn.has_ended)])
+    for question, prompt, answer, has_ended in turns:
+        runner.text = [*prompt, *answer]
+        result = session.run(prompt, cap if has_ended else len(answer), eos)
+        if result.tokens != answer:
             raise ValueError(f"an answer to {question.question_id} goes on after {result.tokens[-1]}, an end of texts")
         yield result.steps
 
 
-def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: str, cap: int) -> Iterator[Recording]:
+def read(
+    path: str, questions: Mapping[int, Question], base: BaseConfig, template: str, cap: int
+) -> Iterator[RecordedTurn]:
     """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
     for place, row in read_json_lines(path):
         with reading(place, "it is no recorded answer to --questions"):
-            question, choice, messages = asked[row["question_id"]], row["choices"][0], list[Message]()
+            question, choice, messages = questions[row["question_id"]], row["choices"][0], list[Message]()
             for turn, text in enumerate(choice["turns"]):
                 messages.append(user_message(question.turns[turn]))
                 prompt = encode_question(base, question, messages, template)
                 messages.append({"role": "assistant", "content": text})
-                if "token_ids" in choice:  # `drafters eval` wrote it
-                    tokens, ended = choice["token_ids"][turn], choice["ended"][turn]
+                if "token_ids" in choice:  # from `drafters eval`
+                    tokens, has_ended = choice["token_ids"][turn], choice["ended"][turn]
                     size, fits = len(tokens), choice["prompt_tokens"][turn] == len(prompt)
                 else:  # where new_tokens is 0, the base alone wrote one token in each of idxs + 1 steps
                     tokens = base.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
                     size, fits = choice["new_tokens"][turn] or choice["idxs"][turn] + 1, True
-                    ended = not size == cap == len(tokens)
-                    tokens += [base.tokenizer.eos_token_id] * ended
+                    has_ended = not size == cap == len(tokens)
+                    tokens += [base.tokenizer.eos_token_id] * has_ended
                 if size > cap or not fits:
                     raise ValueError("other lengths: pass its --tokenizer, --template and --max_new_tokens")
-                yield question, prompt, tokens if len(tokens) == size else [], ended
+                yield RecordedTurn(question, prompt, tokens if len(tokens) == size else [], has_ended)
 
 
 def measure(turns: Sequence[tuple[Question, list[Step]]]) -> list[float]:
-    """The figures of `COLUMNS`; the first counts the prefill as a step, the others leave it out."""
-    questions: dict[int, list[list[Step]]] = {}
-    for question, own in turns:
-        questions.setdefault(question.question_id, []).append(own)
-    lengths = [length for each in questions.values() if (length := acceptance_length(each)) is not None]
-    steps, later = ([step for _, own in turns for step in own[skip:]] for skip in (0, 1))
-    return [
-        sum(step.emitted for step in steps) / len(steps),
-        sum(step.emitted for step in later) / max(1, len(later)),
-        sum(lengths) / max(1, len(lengths)),
-        sum(step.fed for step in later) / max(1, len(later)),
-        sum(step.accepted for step in later) / max(1, sum(step.fed_candidates for step in later)),
-    ]
+    """The figures of `COLUMNS` from the steps of turns; the first counts the prefill as a step, the others do not."""
+    by_question: dict[int, list[Turn]] = {}
+    for question, steps in turns:
+        by_question.setdefault(question.question_id, []).append(Turn("", [], 0, steps, 0.0))
+    answers = [Answer(number, "", "", texts, [True] * len(texts)) for number, texts in by_question.items()]
+    figures = measure_acceptance(answers)
+    per_forward, lengths = figures.conventions[EVERY_STEP], (figures.length.value, figures.mean.value)
+    return [value or 0.0 for value in (per_forward, *lengths, figures.fed_per_step, figures.hit_ratio)]
 
 
 def replay(
@@ -132,20 +136,24 @@ def replay(
         benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
         max_new_tokens: Maximum number of tokens of a turn in the recording.
     """
+    import pandas
+
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
     base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)
-    chosen = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}
-    asked = {question.question_id: question for question in load_questions(benchmark, questions)}
-    found = list(read(answers, asked, base, template, max_new_tokens))
-    if not (recorded := [turn for turn in found if turn[2]]):
-        raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
-    table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False), [question for question, *_ in recorded]
-    for heading in ("drafter", "category", "turns", *COLUMNS):
-        table.add_column(heading, min_width=max(map(len, heading.split())), no_wrap=heading in ("drafter", "category"))
-    for name, build in chosen.items():
-        turns = list(zip(all_asked, decode(base, build(), recorded, max_new_tokens), strict=True))
-        for category in ("all", *dict.fromkeys(question.category for question in all_asked)):
-            own = [turn for turn in turns if category in ("all", turn[0].category)]
-            figures = (f"{figure:.3f}" for figure in measure(own))
-            table.add_row(name if category == "all" else "", category, str(len(own)), *figures)
-    SafeConsole().print(table, f"{len(recorded)} of {len(found)} turns; tokens per forward count the prefill.")
+    builders = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}
+    by_id = {question.question_id: question for question in load_questions(benchmark, questions)}
+    turns = list(read(answers, by_id, base, template, max_new_tokens))
+    if not (replayed := [turn for turn in turns if turn.answer]):
+        raise ValueError(f"{answers}: none of {len(turns)} turns can be replayed: is --tokenizer the base's?")
+    categories = dict.fromkeys(turn.question.category for turn in replayed)
+    rows: list[list[Any]] = []
+    for name, build in builders.items():
+        decoded = decode(base, build(), replayed, max_new_tokens)
+        measured = [(turn.question, steps) for turn, steps in zip(replayed, decoded, strict=True)]
+        rows.append([name, "all", len(measured), *measure(measured)])
+        for category in categories:
+            part = [(question, steps) for question, steps in measured if question.category == category]
+            rows.append(["", category, len(part), *measure(part)])
+    table = pandas.DataFrame(rows, columns=["drafter", "category", "turns", *COLUMNS])
+    print(safe_text(table.to_string(index=False, float_format="{:.3f}".format)))
+    print(f"{len(replayed)} of {len(turns)} turns; tokens per forward count the prefill.")

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from rich.table import Table
 
+from data.benchmarks import Question
 from data.files import short_hash, write_text
 from data.hub import find_base
 from data.safe_text import SafeConsole
@@ -28,7 +26,11 @@ from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
 from drafters.trees.static import static_tree
 from inference import drafter_specs
-from inference.prompts import QuestionOptions
+from inference.evaluate.answers import Answer
+from inference.evaluate.figures import summarise
+from inference.evaluate.intervals import quotient
+from inference.evaluate.own_loop import answer_questions
+from inference.prompts import QuestionOptions, encode_first_prompt
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
@@ -36,17 +38,18 @@ from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
-from inference.verifier.session import Generation, Session, acceptance_length
+from inference.verifier.session import Session
 
 if TYPE_CHECKING:
-    from optuna import Study
     from optuna.distributions import BaseDistribution
+    from optuna.storages import RDBStorage
 
 RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 FILE, STATIC, SKIPS = "file", "static", "skips"  # options of --space that are no plain option of the drafter
-WARM_UP_TOKENS = 16
+OWNERS = {STATIC: "medusa", SKIPS: "self_speculative"}  # the only drafters that have them
+DRAFTED, ALONE = "drafted", "alone"
 NUM_RANKS = 10  # ranks of each of Medusa's heads whose accuracy is measured
-NUM_SHOWN = 20  # trials in the table
+MAX_ROWS = 20  # of the table
 HEADINGS = {
     "speedup": "speed-up",
     "tokens_per_second": "tokens/s",
@@ -110,36 +113,39 @@ def tune(
     check_at_least(1, trials=search.trials)
     folder = Path(out)
     folder_above(folder / "study.db")  # raises ValueError if the folder cannot be made
-    questions = selection.load()
+    by_benchmark = selection.load()
     base = model.load()
     space = read_space(search.space, drafter, base)
     first_trials(space, search)  # raises ValueError if the grid is too large
-    selected = selection.select(base, questions).values()
-    prompts, max_new_tokens = [prompt for each in selected for prompt in each.prompts], max(selection.caps().values())
+    selected = selection.select(base, by_benchmark).values()
+    first_turns = [replace(question, turns=question.turns[:1]) for part in selected for question in part.questions]
+    questions = [replace(question, question_id=number) for number, question in enumerate(first_turns)]
+    max_new_tokens = max(selection.caps().values())
     settings = {
         "base": [model.base, fingerprint(find_base(model.base))],
-        "questions": short_hash(json.dumps(prompts)),
+        "questions": short_hash(json.dumps([prompt for part in selected for prompt in part.prompts])),
         "decoding": [max_new_tokens, *vars(sampling).values()],
         "machine": [model.dtype, base.model.device.type, torch.get_num_threads()],
     }
-    runner, sampler, path = make_runner(base), sampling.sampler(), folder / "study.db"
-    tuner = Tuner(runner, prompts, max_new_tokens, sampler, drafter, search.objective, folder, settings)
+    decoding = make_runner(base), questions, selection.template, max_new_tokens, sampling.sampler()
+    tuner = Tuner(*decoding, drafter, search.objective, folder, settings)
     folder.mkdir(parents=True, exist_ok=True)
-    with storage_errors(path):
-        name = " ".join([drafter, *sorted(search.space), search.objective, short_hash(json.dumps(settings))])
-        study, known = open_study(path, name, search)
-        trials = run(study, known, space, tuner, search)
+    trials = run(folder / "study.db", space, tuner, search)
     best = tuner.spec(trials[0]["options"])
     write_text(folder / "tune.json", json.dumps({"best": best, "settings": settings, "trials": trials}, indent=1))
+
     console = SafeConsole(highlight=False, soft_wrap=True)
-    console.print(table(trials, search.objective))
-    impossible = [f"{shown(each['options'])}: {each['error']}" for each in trials if "error" in each]
-    for note in [*(note for each in selected for note in each.notes()), *impossible]:
+    console.print(table(trials, search.objective), markup=False)
+    notes = [note for part in selected for note in part.notes()]
+    notes += [f"{in_words(trial['options'])}: {trial['error']}" for trial in trials if "error" in trial]
+    for note in notes:
         console.print(f"left out: {note}", style="yellow", markup=False)
-    found, own = f"--drafter {best}", trials[0]["measured"][search.objective]
-    if search.objective == "speedup" and own < 1:
-        found = f"no setting is faster than the base alone: {best}, the best, decodes at {own:.3g} times its speed"
-    console.print(found, markup=False)
+    gain = trials[0]["measured"]["speedup"]
+    if search.objective == "speedup" and gain < 1:
+        line = f"no setting is faster than the base alone: {best}, the best, decodes at {gain:.3g} times its speed"
+        console.print(line, markup=False)
+    else:
+        console.print(f"--drafter {best}", markup=False)
 
 
 # ---- the space
@@ -149,26 +155,25 @@ def read_space(texts: Sequence[str], drafter: str, base: Base) -> Space:
     """Return the distribution of each option; raises ValueError if a text is none, or an option is named twice."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    name, file, options = drafter_specs.split(drafter)
-    named = [pair.partition("=")[0] for pair in options.split(",") if pair] + ([FILE] if file else [])
+    name, file, _ = spec = drafter_specs.split(drafter)
+    taken = {option for option, _ in spec.pairs} | ({FILE, SKIPS} if file else set())
     space: Space = {}
     for text in texts:
         option, _, values = text.partition("=")
-        if option in named or (option == SKIPS and file):
-            raise ValueError(f"{option} is given twice: give it once, in --space or in --drafter {drafter}")
-        for special, owner in ((STATIC, "medusa"), (SKIPS, "self_speculative")):
-            if option == special and name != owner:
-                raise ValueError(f"{option} is for the drafter {owner}, not for {name}")
-        named.append(option)
         parts = [_number(part) for part in values.split(",")]
+        if option in taken:
+            raise ValueError(f"{option} is given twice: give it once, in --space or in --drafter {drafter}")
+        if name != OWNERS.get(option, name):
+            raise ValueError(f"{option} is for the drafter {OWNERS[option]}, not for {name}")
+        taken.add(option)
         if text == SKIPS:
             layers = range(len(sublayers(base.model.base_model)[0]))
             names = [f"{kind} {layer}" for kind in ("attention", "mlp") for layer in layers]
             space |= dict.fromkeys(names, CategoricalDistribution([False, True]))
         elif match := RANGE.fullmatch(values):
-            ends = [_number(end) for end in match.groups()]
-            range_of = IntDistribution if all(isinstance(end, int) for end in ends) else FloatDistribution
-            space[option] = range_of(*sorted(ends))  # type: ignore[arg-type]
+            low, high = sorted(map(_number, match.groups()))
+            is_whole = isinstance(low, int) and isinstance(high, int)
+            space[option] = IntDistribution(low, high) if is_whole else FloatDistribution(low, high)
         elif option.isidentifier() and "" not in parts and len(set(parts)) == len(parts):
             space[option] = CategoricalDistribution(parts)
         else:
@@ -176,17 +181,12 @@ def read_space(texts: Sequence[str], drafter: str, base: Base) -> Space:
     return space
 
 
-def _number(text: str) -> int | float | str:
+def _number(text: str) -> Any:
+    """The number that a text is, else the text itself."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
     return text
-
-
-def _as_text(params: Params) -> dict[str, str]:
-    """The values of options as they are written, without skipped sublayers."""
-    options = {key: value for key, value in params.items() if " " not in key}
-    return {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in options.items()}
 
 
 def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
@@ -196,16 +196,15 @@ def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
         attention, mlp = default_skips(len(names) // 2)
         default = {*(f"attention {layer}" for layer in attention), *(f"mlp {layer}" for layer in mlp)}
         return [dict.fromkeys(names, False), {name: name in default for name in names}] if names else []
-    axes: list[Sequence[Any]] = []
-    for name, values in space.items():
-        if not (choices := getattr(values, "choices", None)):
-            if not isinstance(low := values.low, int):  # type: ignore[attr-defined]
-                raise ValueError(f"a grid has no range of real numbers: list values of {name}, or pass --sampler gp")
-            choices = range(low, values.high + 1)  # type: ignore[attr-defined]
-        axes.append(choices)
+    axes = []
+    for name, distribution in space.items():
+        values: Any = distribution
+        if isinstance(getattr(values, "low", None), float):
+            raise ValueError(f"a grid has no range of real numbers: list values of {name}, or pass --sampler gp")
+        axes.append(values.choices if hasattr(values, "choices") else range(values.low, values.high + 1))
     if (size := math.prod(map(len, axes))) > search.trials:
         raise ValueError(f"the grid has {size} combinations: raise --trials, or pass --sampler tpe or gp")
-    return [dict(zip(space, place, strict=True)) for place in product(*axes)]
+    return [dict(zip(space, values, strict=True)) for values in product(*axes)]
 
 
 # ---- measuring
@@ -216,7 +215,8 @@ class Tuner:
     """Measures a drafter with different options."""
 
     runner: Runner
-    prompts: list[list[int]]
+    questions: list[Question]  # whose first turns are decoded
+    template: str
     max_new_tokens: int
     sampler: Sampler
     drafter: str  # without the options that are searched
@@ -226,50 +226,44 @@ class Tuner:
 
     def key(self, params: Params) -> str:
         """Everything that a measurement depends on."""
-        file = params.get(FILE) or drafter_specs.split(self.drafter)[1]
+        file = params.get(FILE) or drafter_specs.split(self.drafter).file
         files = fingerprint(file and drafter_specs.drafter_folder(str(file)))
         return json.dumps([self.settings, self.drafter, sorted(params.items()), files])
 
     def spec(self, params: Params) -> str:
         """Return the drafter with these options, and write the files that they name."""
         name, file, options = drafter_specs.split(self.drafter)
-        values = _as_text(params)
+        values = _texts(params)
         file = values.pop(FILE, file or "")
         if STATIC in values:
             values[STATIC] = self._write_static(int(values[STATIC]))
-        if any(" " in key for key in params):
+        if any(" " in option for option in params):
             file = self._write_skips(params)
-        options = ",".join([*filter(None, [options]), *(f"{key}={value}" for key, value in values.items())])
+        options = ",".join([*filter(None, [options]), *(f"{option}={text}" for option, text in values.items())])
         return name + (f"={file}" if file else "") + (f":{options}" if options else "")
 
     def measure(self, params: Params) -> dict[str, Any]:
         """Decode the prompts, for the speed-up also without a drafter; raises ValueError if there is no such one."""
-        sessions = {"drafted": drafter_specs.make_session(self.spec(params), self.runner, self.sampler)}
+        sessions = {DRAFTED: drafter_specs.make_session(self.spec(params), self.runner, self.sampler)}
         if self.objective == "speedup":
-            sessions["alone"] = Session(self.runner, NoDrafter(), self.sampler)
-        eos = self.runner.base.eos
-        for session in sessions.values():
-            session.run(self.prompts[0], min(WARM_UP_TOKENS, self.max_new_tokens), eos)
-            session.drafter.reset()
-        texts: dict[str, list[Generation]] = defaultdict(list)
-        for index, prompt in enumerate(self.prompts):
-            for name in sorted(sessions, reverse=bool(index % 2)):  # each comes first as often
-                texts[name].append(sessions[name].run(prompt, self.max_new_tokens, eos))
-        drafted, alone = texts["drafted"], texts["alone"]
-        steps = [step for text in drafted for step in text.steps[1:]]  # the first step is the prefill
+            sessions[ALONE] = Session(self.runner, NoDrafter(), self.sampler)
+        answers: dict[str, list[Answer]] = {name: [] for name in sessions}
+        base, cap = self.runner.base, self.max_new_tokens
+        for answer in answer_questions(base, sessions, self.questions, self.template, cap):
+            answers[answer.drafter].append(answer)
+        summary = summarise([answers[DRAFTED]], [answers.get(ALONE, answers[DRAFTED])])
         return {
-            "speedup": speed(drafted) / speed(alone) if alone else None,
-            "tokens_per_second": speed(drafted),
-            "acceptance_length": acceptance_length(text.steps for text in drafted) or 0.0,
-            "fed_per_step": sum(step.fed for step in steps) / max(1, len(steps)),
-            "identical": sum(a.tokens == b.tokens for a, b in zip(drafted, alone, strict=True)) if alone else None,
+            "speedup": summary.speed.speedup.value if ALONE in answers else None,
+            "tokens_per_second": quotient(summary.tokens, summary.speed.median_seconds),
+            "acceptance_length": summary.acceptance.length.value or 0.0,
+            "fed_per_step": summary.acceptance.fed_per_step or 0.0,
+            "identical": summary.identical if ALONE in answers else None,
         }
 
     def _write_skips(self, params: Params) -> str:
-        skipped = [key.split() for key, value in params.items() if " " in key and value]
-        parts = {kind: [int(layer) for part, layer in skipped if part == kind] for kind in ("attention", "mlp")}
         path, base = self.folder / "skips.json", self.runner.base
-        write_text(path, json.dumps(parts | {"num_layers": base.model.config.num_hidden_layers, "base": base.name}))
+        origin = {"num_layers": base.model.config.num_hidden_layers, "base": base.name}
+        write_text(path, json.dumps(skipped_layers(params) | origin))
         return str(path)
 
     def _write_static(self, num_nodes: int) -> str:
@@ -284,6 +278,7 @@ class Tuner:
         return str(path)
 
     @cached_property
+    @torch.inference_mode()
     def head_accuracies(self) -> tuple[np.ndarray, int]:
         """How often each rank of each of Medusa's heads is the base's own token along its greedy answers.
 
@@ -293,9 +288,13 @@ class Tuner:
         assert isinstance(drafter, Medusa)
         num_ranks = min(NUM_RANKS, drafter.vocab_size)
         hits, positions = np.zeros((drafter.num_heads, num_ranks), dtype=int), np.zeros(drafter.num_heads, dtype=int)
-        for prompt in self.prompts:
+        for question in self.questions:
+            prompt = encode_first_prompt(base, question, self.template)
             answer = Session(self.runner, NoDrafter()).run(prompt, self.max_new_tokens, base.eos).tokens
-            ranked = ranked_tokens(drafter, base, prompt, answer, num_ranks)  # (R, K, k)
+            ids = torch.tensor([[*prompt, *answer]], device=base.model.device)
+            hidden, _ = base.hidden_states(ids, drafter.required_outputs.hidden_layers)
+            before_roots = drafter.encode(hidden)[0, len(prompt) - 1 : -2]  # all R tokens of the answer but the last
+            ranked = drafter(before_roots, base.base_weights, num_ranks)[1].cpu().numpy()  # (R, K, k)
             for head in range(drafter.num_heads):
                 targets = np.array(answer[1 + head :], dtype=int)[:, None]
                 hits[head] += (ranked[: len(targets), head] == targets).sum(0)
@@ -303,93 +302,67 @@ class Tuner:
         return hits / positions.clip(min=1)[:, None], int(positions[0])
 
 
-@torch.inference_mode()
-def ranked_tokens(drafter: Medusa, base: Base, prompt: list[int], answer: list[int], num_ranks: int) -> np.ndarray:
-    """Each head's most probable tokens (R, K, k) where each of the R tokens of an answer but the last is the root."""
-    ids = torch.tensor([[*prompt, *answer]], device=base.model.device)
-    hidden, _ = base.hidden_states(ids, drafter.required_outputs.hidden_layers)
-    before_roots = drafter.encode(hidden)[0, len(prompt) - 1 : -2]
-    return drafter(before_roots, base.base_weights, num_ranks)[1].cpu().numpy()
-
-
-def speed(texts: Sequence[Generation]) -> float:
-    """Tokens per second, with each step counted as the median of those that feed as much and draft as often.
-
-    Other work on the machine hardly changes it.
-    """
-    groups: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for step in (step for text in texts for step in text.steps):
-        groups[step.fed, step.draft_forwards].append(sum(step.seconds))
-    return sum(len(text.tokens) for text in texts) / sum(len(group) * median(group) for group in groups.values())
-
-
 # ---- the study
 
 
-def open_study(path: Path, name: str, search: SearchOptions) -> tuple[Study, dict[str, dict[str, Any]]]:
-    """Open the study of this name in a file of studies; also return what all of them have measured, by `Tuner.key`."""
-    import optuna
-    from sqlalchemy.engine import URL
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = optuna.storages.RDBStorage(str(URL.create("sqlite", database=str(path))))
-    studies = [optuna.load_study(study_name=each, storage=storage) for each in optuna.get_all_study_names(storage)]
-    measured = (each.user_attrs.get("measured") for study in studies for each in study.trials)
-    known = {each["key"]: each for each in measured if each}
-    samplers = {"gp": optuna.samplers.GPSampler, "tpe": optuna.samplers.TPESampler}
-    sampler = samplers.get(search.sampler, optuna.samplers.RandomSampler)(seed=search.search_seed)
-    study = optuna.create_study(
-        storage=storage, sampler=sampler, study_name=name, direction="maximize", load_if_exists=True
-    )
-    return study, known
-
-
-def run(
-    study: Study, known: dict[str, dict[str, Any]], space: Space, tuner: Tuner, search: SearchOptions
-) -> list[dict[str, Any]]:
-    """Measure until all trials of the study are done, without what is known already.
+def run(path: Path, space: Space, tuner: Tuner, search: SearchOptions) -> list[dict[str, Any]]:
+    """Measure until all trials of a study are done, without what any study in the file ``path`` has measured already.
 
     Returns the options of each trial with what was measured or why it was impossible, the best first; ValueError if all
-    were impossible.
+    were impossible, or the file cannot be read or written.
     """
+    import optuna
     from optuna.trial import TrialState
 
-    for stale in study.get_trials(states=[TrialState.RUNNING]):  # of an interrupted run
-        study.tell(stale.number, state=TrialState.FAIL)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    samplers = {"gp": optuna.samplers.GPSampler, "tpe": optuna.samplers.TPESampler}
+    sampler = samplers.get(search.sampler, optuna.samplers.RandomSampler)(seed=search.search_seed)
+    name = " ".join([tuner.drafter, *sorted(search.space), search.objective, short_hash(json.dumps(tuner.settings))])
     finished = TrialState.COMPLETE, TrialState.PRUNED
-    done = [each.params for each in study.get_trials(states=finished)]
-    first = [params for params in first_trials(space, search) if params not in done]
-    num_trials = len(first) if search.sampler == "grid" else max(0, search.trials - len(done))
-    with progress_bars() as bars:
+    with open_storage(path) as storage, progress_bars() as bars:
+        names = optuna.get_all_study_names(storage)
+        earlier = [trial for other in names for trial in optuna.load_study(study_name=other, storage=storage).trials]
+        measurements = {record["key"]: record for trial in earlier if (record := trial.user_attrs.get("measured"))}
+        study = optuna.create_study(
+            storage=storage, sampler=sampler, study_name=name, direction="maximize", load_if_exists=True
+        )
+        for stale in study.get_trials(states=[TrialState.RUNNING]):  # of an interrupted run
+            study.tell(stale.number, state=TrialState.FAIL)
+        done = [trial.params for trial in study.get_trials(states=finished)]
+        first = [params for params in first_trials(space, search) if params not in done]
+        num_trials = len(first) if search.sampler == "grid" else max(0, search.trials - len(done))
         for number in bars.track(range(num_trials), description="trials"):
             if number < len(first):
                 study.enqueue_trial(first[number])
             trial = study.ask(space)
             key = tuner.key(trial.params)
             try:
-                if known.get(key, {}).get(search.objective) is None:
-                    known[key] = tuner.measure(trial.params) | {"key": key}
+                if measurements.get(key, {}).get(search.objective) is None:
+                    measurements[key] = tuner.measure(trial.params) | {"key": key}
             except ValueError as error:
                 trial.set_user_attr("error", " ".join(str(error).split()))
                 study.tell(trial, state=TrialState.PRUNED)
                 continue
-            trial.set_user_attr("measured", known[key])
-            study.tell(trial, known[key][search.objective])
-    trials = sorted(study.get_trials(states=finished), key=lambda each: -math.inf if each.value is None else each.value)
+            trial.set_user_attr("measured", measurements[key])
+            study.tell(trial, measurements[key][search.objective])
+        trials = study.get_trials(states=finished)
+    trials.sort(key=lambda trial: -math.inf if trial.value is None else trial.value)
     if trials[-1].value is None:
         raise ValueError(trials[-1].user_attrs["error"])
-    found = {json.dumps(each.params): each for each in trials}
-    return [{"options": each.params} | each.user_attrs for each in reversed(found.values())]
+    different = {json.dumps(trial.params): trial for trial in trials}  # a sampler may repeat itself
+    return [{"options": trial.params} | trial.user_attrs for trial in reversed(different.values())]
 
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
-    """Turn the errors of SQLite, such as a full disk or a damaged file, into ValueError."""
+def open_storage(path: Path) -> Iterator[RDBStorage]:
+    """Open a file of studies, and turn the errors of SQLite, such as a full disk or a damaged file, into ValueError."""
     from optuna.exceptions import StorageInternalError
+    from optuna.storages import RDBStorage
+    from sqlalchemy.engine import URL
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
-        yield
+        yield RDBStorage(str(URL.create("sqlite", database=str(path))))
     except (StorageInternalError, SQLAlchemyError) as error:
         reason = getattr(error, "orig", None) or getattr(error.__cause__, "orig", None) or error
         raise ValueError(
@@ -401,22 +374,34 @@ def storage_errors(path: Path) -> Iterator[None]:
 # ---- the results
 
 
-def table(trials: Sequence[Mapping[str, Any]], objective: str) -> Table:
+def table(trials: Sequence[Mapping[str, Any]], objective: str) -> str:
     """The best trials, for the terminal."""
-    best = [trial for trial in trials if "error" not in trial][:NUM_SHOWN]
-    names = [name for name in HEADINGS if best[0]["measured"][name] is not None]
-    result = Table("options", title=f"the {len(best)} best trials by {HEADINGS[objective]}", title_justify="left")
-    for name in names:
-        result.add_column(HEADINGS[name], justify="right")
-    for trial in best:
-        numbers = [trial["measured"][name] for name in names]
-        result.add_row(shown(trial["options"]), *(f"{n:.2f}" if isinstance(n, float) else str(n) for n in numbers))
-    return result
+    import pandas
+
+    best = [trial for trial in trials if "error" not in trial][:MAX_ROWS]
+    rows = [{"options": in_words(trial["options"])} | trial["measured"] for trial in best]
+    measured = pandas.DataFrame(rows, columns=["options", *HEADINGS]).rename(columns=HEADINGS).dropna(axis=1)
+    text = measured.to_string(index=False, float_format="{:.2f}".format)
+    return f"the {len(best)} best trials by {HEADINGS[objective]}\n{text}"
 
 
-def shown(params: Params) -> str:
+def in_words(params: Params) -> str:
     """Options in one line; sublayers that are skipped as ``attention 2 3, mlp 4``."""
-    values = _as_text(params)
-    for kind, layer in (key.split() for key, value in params.items() if " " in key and value):
-        values[kind] = f"{values.get(kind, '')} {layer}".strip()
-    return ", ".join(f"{key} {value}" for key, value in values.items()) or "nothing skipped"
+    skipped = {kind: " ".join(map(str, layers)) for kind, layers in skipped_layers(params).items() if layers}
+    return ", ".join(f"{name} {text}" for name, text in (_texts(params) | skipped).items()) or "nothing skipped"
+
+
+def skipped_layers(params: Params) -> dict[str, list[int]]:
+    """The layers whose attention is skipped, and those whose MLP is."""
+    layers: dict[str, list[int]] = {"attention": [], "mlp": []}
+    for option, value in params.items():
+        if " " in option and value:
+            kind, layer = option.split()
+            layers[kind].append(int(layer))
+    return layers
+
+
+def _texts(params: Params) -> dict[str, str]:
+    """The values of options as text, without skipped sublayers."""
+    options = {option: value for option, value in params.items() if " " not in option}
+    return {option: f"{value:.4g}" if isinstance(value, float) else str(value) for option, value in options.items()}

@@ -10,7 +10,7 @@ from data.benchmarks import Question, load_questions
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from inference import drafter_specs
-from inference.replay import NOT_RECORDED, RecordedRunner, RecordedTokens, decode, measure, read, replay
+from inference.replay import NOT_RECORDED, RecordedRunner, RecordedSampler, RecordedTurn, decode, measure, read, replay
 from inference.verifier.base import BaseConfig
 from inference.verifier.session import Session, Step
 from tests.conftest import refusal
@@ -75,7 +75,7 @@ def test_a_replay_makes_the_steps_of_live_decoding(pseudo_runner, recorded_base,
     for turn in range(12):  # a drafter that keeps something across texts meets them in the same order
         prompt = [rng.randrange(12) for _ in range(rng.choice([1, 2, 9, 50]))]
         result = session.run(prompt, cap, frozenset({EOS}))
-        recorded.append((Question(turn, "any", ("",)), prompt, result.tokens, result.tokens[-1] == EOS))
+        recorded.append(RecordedTurn(Question(turn, "any", ("",)), prompt, result.tokens, result.tokens[-1] == EOS))
         live.append(result.steps)
     assert {ended for *_, ended in recorded} == {True, False}
     assert any(step.accepted for steps in live for step in steps) or spec == "none"
@@ -95,7 +95,7 @@ def test_rows_off_the_recorded_text_hold_no_token(recorded_base):
     runner.reset()
     rows = runner.forward([1], tree, RequiredOutputs())
     assert rows.logits.tolist() == [[5], [6], [NOT_RECORDED], [7], [NOT_RECORDED], [NOT_RECORDED], [NOT_RECORDED]]
-    assert RecordedTokens().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
+    assert RecordedSampler().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
     runner.commit([0, 2])
     assert runner.cached == 3
 
@@ -145,7 +145,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(files, recorded_base, l
         file.write(line)
     assert said in refusal(replay, **files, drafter=["anpd"])
     with pytest.raises(ValueError, match="an answer to 7 goes on after 2"):
-        list(decode(recorded_base, drafters.ANPD(), [(QUESTIONS[0], [5], [6, EOS, 7], False)], 9))
+        list(decode(recorded_base, drafters.ANPD(), [RecordedTurn(QUESTIONS[0], [5], [6, EOS, 7], False)], 9))
 
 
 def test_the_figures_of_two_questions_computed_by_hand():

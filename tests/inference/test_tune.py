@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from data.benchmarks import Question
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.trees.static import static_tree
 from inference import drafter_specs, tune
-from inference.tune import SearchOptions, Tuner, first_trials, read_space, shown, speed
+from inference.tune import SearchOptions, Tuner, first_trials, in_words, read_space
 from inference.verifier.base import load_base
 from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
-from inference.verifier.session import Generation, Step
 from tests.conftest import full_disk, refusal
 from train.cli import run_drafters as main
 
@@ -130,8 +130,8 @@ def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder
     assert {path.name for path in out.iterdir()} == {"study.db", "tune.json"}
     again = run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
     assert again == results, "nothing is measured again"
-    shown = capsys.readouterr().out
-    assert results["best"] in shown.splitlines()[-1] and "the 4 best trials by speed-up" in shown
+    output = capsys.readouterr().out
+    assert results["best"] in output.splitlines()[-1] and "the 4 best trials by speed-up" in output
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder
 def test_a_setting_is_recommended_unless_the_base_alone_is_faster(
     objective, factor, last, folder, tmp_path, capsys, monkeypatch
 ):
-    speeds = iter([factor, 1.0, factor, 1.0])  # of the drafter and of the base alone
-    monkeypatch.setattr(tune, "speed", lambda texts: next(speeds))
+    measure = Tuner.measure
+    monkeypatch.setattr(Tuner, "measure", lambda self, params: measure(self, params) | {"speedup": factor})
     run(folder, tmp_path, "anpd", "order=2", objective=objective, more=["--limit", "1"])
     assert capsys.readouterr().out.splitlines()[-1] == last
 
@@ -201,15 +201,6 @@ def test_an_impossible_combination_is_left_out_and_a_wrong_option_refused(folder
     assert not (tmp_path / "b" / "tune.json").exists()
 
 
-def test_speed_counts_each_step_as_the_median_of_its_kind():
-    def text(*seconds):
-        return Generation([5] * len(seconds), [Step(1, 0, 1, fed, 0, 0, (time,)) for fed, time in seconds])
-
-    quiet = text((4, 1.0), (4, 1.0), (0, 0.5))
-    assert speed([quiet]) == 3 / 2.5
-    assert speed([quiet, text((4, 9.0), (4, 1.0), (0, 0.5))]) == 6 / 5.0, "a step that had to wait changes nothing"
-
-
 @pytest.mark.slow
 def test_a_full_disk_ends_a_search_in_one_line_and_loses_no_trial(folder, whole, tmp_path, capsys):
     done = run(folder, tmp_path / "out", "anpd", "order=2,3")
@@ -253,11 +244,13 @@ def test_the_gaussian_process_finds_the_best_of_64_sets_of_sublayers_in_12_trial
     space = read_space(["skips"], "self_speculative", make_base(layers=3))
     gains = dict(zip(space, (3, -1, 2, -4, 1.5, -2), strict=True))
     tuner = SimpleNamespace(
+        drafter="self_speculative",
+        settings={},
         key=lambda params: json.dumps(sorted(params.items())),
         measure=lambda params: {"acceptance_length": sum(gains[name] for name, skipped in params.items() if skipped)},
     )
-    search = SearchOptions([], "gp", trials=12, objective="acceptance_length", search_seed=1)
-    best, *_ = tune.run(*tune.open_study(tmp_path / "study.db", "skips", search), space, tuner, search)
+    search = SearchOptions(["skips"], "gp", trials=12, objective="acceptance_length", search_seed=1)
+    best, *_ = tune.run(tmp_path / "study.db", space, tuner, search)
     assert best["options"] == {name: gain > 0 for name, gain in gains.items()}
 
 
@@ -266,7 +259,7 @@ def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_bas
     nothing, default = first_trials(space, SearchOptions([], "gp"))
     assert not any(nothing.values()) and len(nothing) == 6
     assert [name for name, value in default.items() if value] == ["attention 1", "mlp 1"]
-    assert shown(default | {"num_draft": 3}) == "num_draft 3, attention 1, mlp 1"
+    assert in_words(default | {"num_draft": 3}) == "num_draft 3, attention 1, mlp 1"
 
 
 # ---- Medusa's static tree
@@ -306,7 +299,9 @@ def test_accuracies_equal_those_of_a_loop_over_every_root(base, prompts, medusa)
                     logits = drafter.logits(head, drafter.blocks[head](state), base.base_weights)
                     expected[head] += (logits.topk(tune.NUM_RANKS).indices == text[foreseen]).numpy()
                     positions[head] += 1
-    tuner = Tuner(runner, prompts, NUM_TOKENS, Greedy(), f"medusa={medusa}", "speedup", medusa, {})
+    questions = [Question(number, "words", (base.tokenizer.decode(ids),)) for number, ids in enumerate(prompts)]
+    decoding = runner, questions, "tokenizer", NUM_TOKENS, Greedy()
+    tuner = Tuner(*decoding, f"medusa={medusa}", "speedup", medusa, {})
     shares, num_positions = tuner.head_accuracies
     assert shares.tolist() == (expected / positions[:, None]).tolist() and num_positions == positions[0] > 50
 

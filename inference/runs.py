@@ -3,9 +3,7 @@
 import hashlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def new_file(out: str, overwrite: bool, inputs: Iterable[str] = ()) -> Path:
     Raises ValueError if the file exists and must not be replaced, is one of the inputs, or cannot be created.
     """
     path = Path(out)
-    if path.exists() and any(Path(each).exists() and path.samefile(each) for each in inputs):
+    if path.exists() and any(Path(name).exists() and path.samefile(name) for name in inputs):
         raise ValueError(f"{out} is read by this command: give another name")
     if path.is_dir() or (path.exists() and not overwrite):
         raise ValueError(f"{out} is already there: give another name{'' if path.is_dir() else ', or --overwrite'}")
@@ -73,47 +71,23 @@ class LoggedProgress(progress.Progress):
     """Rich progress bars; where no terminal shows them, as in a pipe, a line on standard error once a minute."""
 
     def advance(self, task_id: progress.TaskID, advance: float = 1) -> None:
-        """Advance a task. The line ends with its field ``rate``, if it has one, instead of the time left."""
+        """Advance a task."""
         super().advance(task_id, advance)
         task, now = self._tasks[task_id], self.get_time()
         if self.disable and now - task.fields.get("logged", task.start_time or 0) >= SECONDS_PER_LOG_LINE:
             task.fields["logged"] = now
             left = "?" if task.time_remaining is None else timedelta(seconds=task.time_remaining)
-            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}, "
-            print(safe_line(line + task.fields.get("rate", f"{left} left")), file=sys.stderr, flush=True)
+            line = f"{task.description}: {task.completed:,.0f} of {task.total or 0:,.0f}, {left} left"
+            print(safe_line(line), file=sys.stderr, flush=True)
 
 
-def progress_bars(
-    done: progress.ProgressColumn | None = None, rest: progress.ProgressColumn | None = None, transient: bool = False
-) -> LoggedProgress:
+def progress_bars(done: progress.ProgressColumn | None = None, transient: bool = False) -> LoggedProgress:
     """Progress bars with a description, the amount done and the time left; in a pipe, a line once a minute.
 
-    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Other columns
-    may show the amount done, by default items of a total, and the rest; transient bars disappear when they are done.
+    To be used as a context manager, with `Progress.track` or `Progress.add_task` and `Progress.advance`. Another column
+    may show the amount done, by default items of a total; transient bars disappear when they are done.
     """
     title = progress.TextColumn("{task.description}", markup=False)
-    columns = title, progress.BarColumn(), done or progress.MofNCompleteColumn(), rest or progress.TimeRemainingColumn()
+    columns = title, progress.BarColumn(), done or progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
     console, is_hidden = SafeConsole(stderr=True), not sys.stderr.isatty()
     return LoggedProgress(*columns, console=console, transient=transient, disable=is_hidden, speed_estimate_period=600)
-
-
-@contextmanager
-def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Show how many answers are done, the tokens per second and the time left.
-
-    Yields a function to call with the number of answers that are done, how many of these were written now rather than
-    read from a journal, and the number of tokens that were written now. There are ``total`` answers.
-    """
-    with progress_bars(rest=progress.TextColumn("{task.fields[rate]}", markup=False)) as bars:
-        task, start = bars.add_task(title, total=total, rate=""), time.monotonic()
-        done = new = tokens = 0
-
-        def advance(num_done: int, num_new: int, num_tokens: int) -> None:
-            nonlocal done, new, tokens
-            done, new, tokens = done + num_done, new + num_new, tokens + num_tokens
-            seconds = time.monotonic() - start
-            left = timedelta(seconds=round((total - done) * seconds / new)) if new else "?"
-            bars.update(task, rate=f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {left} left")
-            bars.advance(task, num_done)
-
-        yield advance

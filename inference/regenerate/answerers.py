@@ -49,7 +49,7 @@ class LocalAnswerer:
         """Decode all requests in one batch, or in two halves if the memory does not suffice."""
         limits = [request.max_new_tokens for request in requests]
         samplers = [request.sampling.sampler() for request in requests]
-        keyed = [sampler for sampler in samplers if isinstance(sampler, KeyedSampler)]
+        keyed = [sampler for sampler in samplers if isinstance(sampler, KeyedSampler)]  # none if greedy
         try:
             return decode_batch(self.base, [request.prompt for request in requests], limits, keyed)
         except torch.OutOfMemoryError as error:
@@ -169,12 +169,7 @@ class ServerAnswerer:
         Raises ValueError if the server fails at every request, or `ask` finds that no request can succeed.
         """
         with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self.ask, request) for request in requests]
-            try:
-                replies = [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            replies = list(pool.map(self.ask, requests))  # an error cancels the requests that wait
         if len(replies) > 1 and all(reply.is_failing for reply in replies):
             raise ValueError(
                 f"{self.server.root} fails at all of {len(replies)} requests ({replies[0].refused}): "
@@ -189,11 +184,14 @@ class ServerAnswerer:
         """
         sampling = request.sampling
         options: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": request.max_new_tokens}
-        options |= {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
-        options |= {"messages": request.messages} if request.messages else {"prompt": request.prompt}
-        options |= {} if request.messages else {"stop": [request.stop]}
-        extra: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k else {}  # vLLM has these extensions
-        extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
+        if sampling.temperature:
+            options |= {"top_p": sampling.top_p, "seed": sampling.seed}
+        if request.messages:
+            options["messages"] = request.messages
+        else:
+            options |= {"prompt": request.prompt, "stop": [request.stop]}
+        extensions = {"top_k": sampling.top_k, "chat_template_kwargs": self.template_arguments}  # of vLLM
+        extra = {name: value for name, value in extensions.items() if value}
         try:
             return ServerReply(**vars(self.server.complete(extra, **options)))
         except ServerError as error:

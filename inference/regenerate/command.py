@@ -1,9 +1,8 @@
 """``drafters regenerate``: let the base answer the prompts of a data set, so that a drafter learns the base's text."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,7 @@ from drafters.checks import check_at_least
 from inference.journal import Journal
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
-from inference.runs import new_file, throughput_bar
+from inference.runs import new_file, progress_bars
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 from inference.verifier.session import check_prompt
@@ -103,26 +102,22 @@ def regenerate(
     tokenizer = load_tokenizer(base_model.base)
     template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, source, tokenizer, answers)
-    asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
-    own: Journal | None = None  # holds the base's own prompts until they are answered
-    if answers.own_prompts:
-        settings = asked | {name: getattr(answers, name) for name in ("own_prompts", "batch_size")}
-        settings["seed"] = sampling.seed
-        with (
-            Journal(path.with_name(f"{path.name}.prompts"), settings, overwrite) as own,
-            throughput_bar("prompts", answers.own_prompts) as advance,
-        ):
-            conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, own, advance)
+    settings = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
+    prompts: Journal | None = None  # holds the base's own prompts until they are answered
+    if count := answers.own_prompts:
+        details = {"own_prompts": count, "batch_size": answers.batch_size, "seed": sampling.seed}
+        with Journal(path.with_name(f"{path.name}.prompts"), settings | details, overwrite) as prompts:
+            conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, prompts)
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
-        Dialogue(each, tokenizer, answers.template, num_turns, number)
-        for each in conversations
+        Dialogue(conversation, tokenizer, answers.template, num_turns, number)
+        for conversation in conversations
         for number in range(answers.num_answers)
     ]
     settings = {  # everything that determines the answers
         "format": 2,
-        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
-        **asked,
+        "conversations": short_hash(json.dumps([[text.id, text.messages] for text in conversations])),
+        **settings,
         "turns": answers.turns,
         "max_new_tokens": answers.max_new_tokens,
         "max_length": answerer.max_length,
@@ -130,17 +125,17 @@ def regenerate(
     if sampling.temperature:
         settings |= asdict(sampling) | {"num_answers": answers.num_answers}
     with Journal(path.with_name(f"{path.name}.partial"), settings, overwrite) as journal:
-        with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
-            counts = answer_all(dialogues, answerer, journal, answers, advance, sampling)
+        counts = answer_all(dialogues, answerer, journal, answers, sampling)
         if not counts.num_answers:
             journal.delete()  # so that the next run tries all prompts again
             raise ValueError(f"no prompt was answered: {counts.dropped}")
         with atomic_write(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            for dialogue in (each for each in dialogues if each.is_cut):
-                stream.write(json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n")
+            for dialogue in dialogues:
+                if dialogue.is_cut:
+                    stream.write(json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n")
         journal.delete()
-    if own:
-        own.delete()
+    if prompts:
+        prompts.delete()
     if counts.dropped.total:
         print(safe_text(counts.dropped))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=source.server is not None)}")
@@ -172,65 +167,77 @@ def load_answerer(
     return LocalAnswerer(base, max_length or base.context_length)
 
 
+class RecordedAnswers:
+    """Answers requests in batches, without those whose replies a journal holds already.
+
+    The journal has a line [turn, [[index of the conversation, reply], ...]] for each batch.
+    """
+
+    def __init__(self, answerer: Answerer, journal: Journal) -> None:
+        self.answerer, self.journal = answerer, journal
+        batches = journal.entries(self._read)
+        self._replies = {(turn, index): reply for turn, replies in batches for index, reply in replies}
+
+    def _read(self, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
+        turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
+        return turn, [(index, self.answerer.read(reply)) for index, reply in replies]
+
+    def answer(self, turn: int, requests: Mapping[int, Request]) -> dict[int, Any]:
+        """Return the reply to each request of a batch."""
+        new = [index for index in requests if (turn, index) not in self._replies]
+        if new:
+            replies = list(zip(new, self.answerer.answer([requests[index] for index in new]), strict=True))
+            self.journal.append([turn, replies])
+            self._replies |= {(turn, index): reply for index, reply in replies}
+        return {index: self._replies.pop((turn, index)) for index in requests}
+
+
 def answer_all(
     dialogues: Sequence[Dialogue],
     answerer: Answerer,
     journal: Journal,
     options: AnswerOptions,
-    advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
     sampling: SamplingOptions = GREEDY,
 ) -> AnswerCounts:
     """Answer every conversation, turn by turn, in batches of prompts of similar length.
 
-    Replies that the journal holds are taken from it; it has a line [turn, [[index of the conversation, reply], ...]]
-    for each batch. The batches do not depend on the journal, so an interrupted run ends in the same texts, bit for bit,
-    as long as ``batch_size`` is the same. ``advance`` is called with the number of finished answers, the number of
-    those that are new, and their tokens.
+    The batches do not depend on the journal of `RecordedAnswers`, so an interrupted run ends in the same texts, bit for
+    bit, as long as ``batch_size`` is the same.
     """
-    known = {
-        (turn, place): reply
-        for turn, replies in journal.entries(partial(_read_batch, answerer))
-        for place, reply in replies
-    }
-    counts, turn = AnswerCounts(), 0
-    while any(dialogue.num_remaining for dialogue in dialogues):
-        requests: dict[int, Request] = {}
-        for place, dialogue in enumerate(dialogues):
-            if not (num_remaining := dialogue.num_remaining):
-                continue
-            try:
-                prompt = dialogue.prompt()
-                if (limit := min(options.max_new_tokens, answerer.max_length - len(prompt))) < 1:
-                    raise ValueError("the prompt leaves no room for an answer")
-                if isinstance(answerer, LocalAnswerer):
-                    check_prompt(answerer.base, prompt, limit)
-            except ValueError as error:
-                dialogue.stop(str(error), counts)
-                advance(num_remaining, 0, 0)
-                continue
-            seed = derived_seed(sampling.seed, *divmod(place, options.num_answers), turn) % NUM_SEEDS
-            requests[place] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
-        # The longest prompts come first, so that a lack of memory shows at once.
-        order = sorted(requests, key=lambda place: (-len(requests[place].prompt), place))
-        for first in range(0, len(order), options.batch_size):
-            batch = order[first : first + options.batch_size]
-            new = [place for place in batch if (turn, place) not in known]
-            if new:
-                replies = answerer.answer([requests[place] for place in new])
-                journal.append([turn, list(zip(new, replies, strict=True))])
-                known |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
-            num_tokens, num_remaining = counts.num_tokens, sum(dialogues[place].num_remaining for place in batch)
-            for place in batch:
-                answerer.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
-            num_done = num_remaining - sum(dialogues[place].num_remaining for place in batch)
-            advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
-        turn += 1
+    recorded, counts, turn = RecordedAnswers(answerer, journal), AnswerCounts(), 0
+    total = sum(dialogue.num_remaining for dialogue in dialogues)
+    with progress_bars() as bars:
+        task = bars.add_task("regenerate", total=total)
+        while remaining := sum(dialogue.num_remaining for dialogue in dialogues):
+            bars.update(task, completed=total - remaining)
+            requests: dict[int, Request] = {}
+            for index, dialogue in enumerate(dialogues):
+                if dialogue.num_remaining and (prompt := prompt_with_room(dialogue, answerer, counts)) is not None:
+                    limit = min(options.max_new_tokens, answerer.max_length - len(prompt))
+                    seed = derived_seed(sampling.seed, *divmod(index, options.num_answers), turn) % NUM_SEEDS
+                    requests[index] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
+            # The longest prompts come first, so that a lack of memory shows at once.
+            order = sorted(requests, key=lambda index: (-len(requests[index].prompt), index))
+            for first in range(0, len(order), options.batch_size):
+                batch = {index: requests[index] for index in order[first : first + options.batch_size]}
+                for index, reply in recorded.answer(turn, batch).items():
+                    answerer.add(dialogues[index], batch[index].prompt, reply, counts)
+                bars.advance(task, len(batch))
+            turn += 1
     return counts
 
 
-def _read_batch(answerer: Answerer, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
-    turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
-    return turn, [(place, answerer.read(reply)) for place, reply in replies]
+def prompt_with_room(dialogue: Dialogue, answerer: Answerer, counts: AnswerCounts) -> list[int] | None:
+    """The prompt of a conversation's next turn; None, and the conversation ends, if it cannot be answered."""
+    try:
+        prompt = dialogue.prompt()
+        if len(prompt) >= answerer.max_length:
+            raise ValueError("the prompt leaves no room for an answer")
+        if isinstance(answerer, LocalAnswerer):
+            check_prompt(answerer.base, prompt, 1)
+    except ValueError as error:
+        return dialogue.stop(str(error), counts)
+    return prompt
 
 
 def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool) -> str:
@@ -257,37 +264,26 @@ def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool
 
 
 def own_prompts(
-    answerer: Answerer,
-    tokenizer: PreTrainedTokenizerBase,
-    options: AnswerOptions,
-    seed: int,
-    journal: Journal,
-    advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
+    answerer: Answerer, tokenizer: PreTrainedTokenizerBase, options: AnswerOptions, seed: int, journal: Journal
 ) -> list[Conversation]:
     """Let the base write user messages, and return those that it ended, each once; ValueError if there are none.
 
     The base continues what stands before a user's message (Magpie, arXiv 2406.08464), with a seed for each message. The
-    journal has a line [first, replies] for each batch; ``advance`` is that of `answer_all`.
+    journal is that of `RecordedAnswers`.
     """
-    count, batch_size = options.own_prompts, options.batch_size
+    recorded, count = RecordedAnswers(answerer, journal), options.own_prompts
     before, end = user_turn(tokenizer, options.template)
     prompt = tokenizer(before, add_special_tokens=False).input_ids
     if (limit := min(MAX_PROMPT_TOKENS, answerer.max_length - len(prompt))) < 1:
         raise ValueError(f"max_length {answerer.max_length} leaves no room for prompts of the base's own: raise it")
-    known: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
+    seeds = [derived_seed(seed, index) % NUM_SEEDS for index in range(count)]
+    requests = [Request([], prompt, limit, replace(OWN_PROMPTS, seed=number), stop=end) for number in seeds]
     messages: dict[str, str] = {}
-    for first in range(0, count, batch_size):
-        num_new = 0
-        if first not in known:
-            seeds = (derived_seed(seed, place) % NUM_SEEDS for place in range(first, min(first + batch_size, count)))
-            requests = [Request([], prompt, limit, replace(OWN_PROMPTS, seed=own), stop=end) for own in seeds]
-            known[first] = answerer.answer(requests)
-            journal.append([first, known[first]])
-            num_new = len(requests)
-        found = [_ended(reply, tokenizer, end) for reply in known[first]]
-        num_tokens = sum(len(tokenizer(text).input_ids) for text in found) if num_new else 0
-        messages |= {text.lower(): text for text in found if text}
-        advance(len(found), num_new, num_tokens)
+    with progress_bars() as bars:
+        for first in bars.track(range(0, count, options.batch_size), description="batches of prompts"):
+            batch = dict(enumerate(requests[first : first + options.batch_size], first))
+            texts = [_ended(reply, tokenizer, end) for reply in recorded.answer(0, batch).values()]
+            messages |= {text.lower(): text for text in texts if text}
     if not messages:
         raise ValueError(
             f"the base ends none of {count} messages within {MAX_PROMPT_TOKENS} tokens: give prompts by --files"

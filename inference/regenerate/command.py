@@ -8,7 +8,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, load_conversations, user_message
-from data.files import atomic_write, short_hash, validated
+from data.files import atomic_write, short_hash
 from data.safe_text import safe_text
 from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
 from data.tokenizer import load_tokenizer, tokenizer_hash
@@ -100,9 +100,10 @@ def regenerate(
     if files:
         print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)
     tokenizer = load_tokenizer(base_model.base)
-    template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
+    settings: dict[str, Any] = {"tokenizer": tokenizer_hash(tokenizer)}
+    settings["template"] = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, source, tokenizer, answers)
-    settings = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
+    settings["base"] = answerer.weights
     prompts: Journal | None = None  # holds the base's own prompts until they are answered
     if count := answers.own_prompts:
         details = {"own_prompts": count, "batch_size": answers.batch_size, "seed": sampling.seed}
@@ -175,12 +176,8 @@ class RecordedAnswers:
 
     def __init__(self, answerer: Answerer, journal: Journal) -> None:
         self.answerer, self.journal = answerer, journal
-        batches = journal.entries(self._read)
-        self._replies = {(turn, index): reply for turn, replies in batches for index, reply in replies}
-
-    def _read(self, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
-        turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
-        return turn, [(index, self.answerer.read(reply)) for index, reply in replies]
+        batches = journal.entries(lambda entry: (entry[0], dict(entry[1])))
+        self._replies = {(turn, index): reply for turn, replies in batches for index, reply in replies.items()}
 
     def answer(self, turn: int, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Return the reply to each request of a batch."""
@@ -236,7 +233,8 @@ def prompt_with_room(dialogue: Dialogue, answerer: Answerer, counts: AnswerCount
         if isinstance(answerer, LocalAnswerer):
             check_prompt(answerer.base, prompt, 1)
     except ValueError as error:
-        return dialogue.stop(str(error), counts)
+        dialogue.stop(str(error), counts)
+        return None
     return prompt
 
 

@@ -131,7 +131,7 @@ def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder
     again = run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
     assert again == results, "nothing is measured again"
     output = capsys.readouterr().out
-    assert results["best"] in output.splitlines()[-1] and "the 4 best trials by speed-up" in output
+    assert results["best"] in output.splitlines()[-1] and "the 4 best trials by speedup" in output
 
 
 @pytest.mark.parametrize(

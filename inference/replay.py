@@ -24,8 +24,6 @@ from inference.verifier.sampling import Greedy, TreeLogits
 from inference.verifier.session import Session, Step
 
 NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
-EVERY_STEP = "block efficiency (Ouroboros)"
-COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed per step", "hit ratio"
 
 
 class RecordedTurn(NamedTuple):
@@ -105,15 +103,20 @@ def read(
                 yield RecordedTurn(question, prompt, tokens if len(tokens) == size else [], has_ended)
 
 
-def measure(turns: Sequence[tuple[Question, list[Step]]]) -> list[float]:
-    """The figures of `COLUMNS` from the steps of turns; the first counts the prefill as a step, the others do not."""
+def measure(turns: Sequence[tuple[Question, list[Step]]]) -> dict[str, float | None]:
+    """The figures of turns from their steps; the first one counts the prefill as a step, the others do not."""
     by_question: dict[int, list[Turn]] = {}
     for question, steps in turns:
         by_question.setdefault(question.question_id, []).append(Turn("", [], 0, steps, 0.0))
     answers = [Answer(number, "", "", texts, [True] * len(texts)) for number, texts in by_question.items()]
     figures = measure_acceptance(answers)
-    per_forward, lengths = figures.conventions[EVERY_STEP], (figures.length.value, figures.mean.value)
-    return [value or 0.0 for value in (per_forward, *lengths, figures.fed_per_step, figures.hit_ratio)]
+    return {
+        "tokens per forward": figures.conventions["block efficiency (Ouroboros)"],
+        "acceptance length": figures.length.value,
+        "mean per question": figures.mean.value,
+        "fed per step": figures.fed_per_step,
+        "hit ratio": figures.hit_ratio,
+    }
 
 
 def replay(
@@ -146,14 +149,13 @@ def replay(
     if not (replayed := [turn for turn in turns if turn.answer]):
         raise ValueError(f"{answers}: none of {len(turns)} turns can be replayed: is --tokenizer the base's?")
     categories = dict.fromkeys(turn.question.category for turn in replayed)
-    rows: list[list[Any]] = []
+    rows: list[dict[str, Any]] = []
     for name, build in builders.items():
         decoded = decode(base, build(), replayed, max_new_tokens)
         measured = [(turn.question, steps) for turn, steps in zip(replayed, decoded, strict=True)]
-        rows.append([name, "all", len(measured), *measure(measured)])
-        for category in categories:
-            part = [(question, steps) for question, steps in measured if question.category == category]
-            rows.append(["", category, len(part), *measure(part)])
-    table = pandas.DataFrame(rows, columns=["drafter", "category", "turns", *COLUMNS])
-    print(safe_text(table.to_string(index=False, float_format="{:.3f}".format)))
+        for category in ("all", *categories):
+            part = [(question, steps) for question, steps in measured if category in ("all", question.category)]
+            rows.append({"drafter": name, "category": category, "turns": len(part), **measure(part)})
+    table = pandas.DataFrame(rows).set_index(["drafter", "category"])
+    print(safe_text(table.to_string(float_format="{:.3f}".format, na_rep="–")))
     print(f"{len(replayed)} of {len(turns)} turns; tokens per forward count the prefill.")

@@ -113,10 +113,13 @@ def verify(
             for name, session in bars.track(sessions.items(), description="verify")
         }
         if is_sampled and texts:
-            requests = text_requests(base, prompts[:MAX_TESTED_PROMPTS], sampling, texts, text_tokens)
-            references = [sample_base(base, request) for request in requests]
+            tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
+            num_texts = -(-texts // len(tested))  # after each prompt, with seeds that no other prompt has
+            samplings = [replace(sampling, seed=sampling.seed + index * num_texts) for index in range(len(tested))]
+            pairs = list(zip(tested, samplings, strict=True))
+            references = [sample_base(base, *pair, REFERENCE_FACTOR * num_texts, text_tokens) for pair in pairs]
             for name, session in bars.track(sessions.items(), description="distribution"):
-                drafted = [sample_drafted(session, request) for request in requests]
+                drafted = [sample_drafted(session, *pair, num_texts, text_tokens) for pair in pairs]
                 tests[name] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))
 
     console.print(_table(comparisons, tests, len(prompts)))
@@ -260,26 +263,6 @@ def first_divergence(base: Base, index: int, prompt: list[int], expected: list[i
 # ---- distributions
 
 
-class TextRequest(NamedTuple):
-    """Texts of at most ``num_tokens`` tokens after a prompt, with seeds from that of the options on."""
-
-    prompt: Sequence[int]
-    num_tokens: int
-    sampling: SamplingOptions
-    num_texts: int
-
-
-def text_requests(
-    base: Base, prompts: Sequence[Prompt], sampling: SamplingOptions, num_texts: int, num_tokens: int
-) -> list[TextRequest]:
-    """Divide texts among prompts, each of which gets seeds that no other one has."""
-    num_texts, requests = -(-num_texts // len(prompts)), []
-    for index, (prompt, _) in enumerate(prompts):
-        seeded = replace(sampling, seed=sampling.seed + index * num_texts)
-        requests.append(TextRequest(prompt, min(num_tokens, base.context_length - len(prompt)), seeded, num_texts))
-    return requests
-
-
 @torch.inference_mode()
 def next_probabilities(
     base: Base, prompt: Sequence[int], texts: Sequence[Text], sampler: KeyedSampler
@@ -290,18 +273,19 @@ def next_probabilities(
         yield from sampler.probabilities(model_logits(base.model, ids, 1)[:, 0]).cpu().numpy()
 
 
-def sample_base(base: Base, request: TextRequest, factor: int = REFERENCE_FACTOR) -> Counts:
-    """Sample ``factor`` times as many texts of the base alone, by the model's own forward, not by our decoding loop.
+def sample_base(
+    base: Base, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> Counts:
+    """Sample texts of the base alone, by the model's own forward: no code of the decoding loop takes part.
 
     Equal beginnings are read once, and how often each token follows is drawn for all texts that share one. Texts that
-    end with an end-of-sequence token are shorter.
+    end with an end-of-sequence token, or with the context, are shorter than ``num_tokens``.
     """
-    prompt, num_tokens, sampling, num_texts = request
-    rng = np.random.default_rng((sampling.seed, factor * num_texts, *prompt))
+    rng = np.random.default_rng((sampling.seed, num_texts, *prompt))
     sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
     ended: dict[Text, int] = {}
-    growing: dict[Text, int] = {(): factor * num_texts}
-    for _ in range(num_tokens):
+    growing: dict[Text, int] = {(): num_texts}
+    for _ in range(min(num_tokens, base.context_length - len(prompt))):
         longer: dict[Text, int] = {}
         rows = next_probabilities(base, prompt, list(growing), sampler)
         for (text, count), probabilities in zip(growing.items(), rows, strict=True):
@@ -313,9 +297,10 @@ def sample_base(base: Base, request: TextRequest, factor: int = REFERENCE_FACTOR
     return ended | growing
 
 
-def sample_drafted(session: Session, request: TextRequest) -> Counts:
-    """Sample texts with the drafter of a session, each as a request with a seed of its own."""
-    prompt, num_tokens, sampling, num_texts = request
+def sample_drafted(
+    session: Session, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> Counts:
+    """Sample texts with the drafter of a session, as `sample_base` does; each is a request with a seed of its own."""
     counts: Counter[Text] = Counter()
     sampler, eos = session.sampler, session.runner.base.eos
     for seed in range(sampling.seed, sampling.seed + num_texts):

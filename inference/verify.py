@@ -358,19 +358,23 @@ def cell_counts(reference: Counts, drafted: Counts) -> np.ndarray:
 def detectable_bias(tables: Sequence[np.ndarray], level: float) -> float | None:
     """The smallest bias that the test of this error rate finds with a probability of about `POWER`.
 
-    A drafter that moves a share b of its texts to the most frequent one, whose share is f, adds N b^2 (1 - f) / f to
-    the statistic, where 1 / N adds up 1 / the number of the base's texts and 1 / that of the drafter's.
+    A drafter moves a share b of its texts to the base's most frequent one. Each table (2, C) then adds its share of
+    b^2 * sensitivity to the noncentrality of the statistic's chi-squared distribution.
     """
-    freedom, sensitivity = sum(table.shape[1] - 1 for table in tables), 0.0
+    freedom, bias = sum(table.shape[1] - 1 for table in tables), 0.0
     if freedom == 0:
         return None
-    rare = [1 - table[0].max() / table[0].sum() for table in tables]  # the share of other texts than the most frequent
-    for table, share in zip(tables, rare, strict=True):
-        num_base, num_drafted = table.sum(axis=1)
-        sensitivity += num_base * num_drafted / (num_base + num_drafted) * share / (1 - share)
     noncentrality = special.chndtrinc(stats.chi2.isf(level, freedom), freedom, 1 - POWER)
-    bias = float(np.sqrt(noncentrality / max(sensitivity, 1e-12)))
-    return bias * float(np.mean(rare)) if bias <= 1 else None
+    rare = [1 - float(table[0].max() / table[0].sum()) for table in tables]  # the share of all other texts
+    for _ in range(8):  # the shares of both samples together depend on the bias: a fixed point
+        sensitivity = 0.0
+        for table, share in zip(tables, rare, strict=True):
+            num_base, num_drafted = table.sum(axis=1)
+            moved = bias * num_drafted / (num_base + num_drafted)
+            terms = share**2 / (1 - share + moved * share) + share / (1 - moved)
+            sensitivity += float(num_base * num_drafted / (num_base + num_drafted) * terms)
+        bias = min(1.0, float(np.sqrt(noncentrality / max(sensitivity, 1e-12))))
+    return bias * float(np.mean(rare)) if bias < 1 else None
 
 
 def _describe(test: EqualityResult, drafter: str, is_biased: bool) -> str:

@@ -36,9 +36,9 @@ REFERENCE_FACTOR = 4  # texts of the base for each of a drafter: they cost far l
 MIN_EXPECTED = 5  # texts of the drafter expected in a cell of the table
 BATCH_SIZE = 32
 
-Prompt = tuple[list[int], int]  # token ids, and the maximum number of new tokens
+CappedPrompt = tuple[list[int], int]  # token ids, and the maximum number of new tokens
 Text = tuple[int, ...]
-Counts = Mapping[Text, int]  # how often each text was written
+TextCounts = Mapping[Text, int]  # how often each text was written
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
 
 
 def compare(
-    session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], alone: Sequence[DecodedText] = ()
+    session: Session, prompts: Sequence[CappedPrompt], expected: Sequence[list[int]], alone: Sequence[DecodedText] = ()
 ) -> Comparison:
     """Decode N prompts with a drafter and compare them with the N texts that the base writes alone.
 
@@ -275,7 +275,7 @@ def next_probabilities(
 
 def sample_base(
     base: Base, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
-) -> Counts:
+) -> TextCounts:
     """Sample texts of the base alone, by the model's own forward: no code of the decoding loop takes part.
 
     Equal beginnings are read once, and how often each token follows is drawn for all texts that share one. Texts that
@@ -299,7 +299,7 @@ def sample_base(
 
 def sample_drafted(
     session: Session, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
-) -> Counts:
+) -> TextCounts:
     """Sample texts with the drafter of a session, as `sample_base` does; each is a request with a seed of its own."""
     counts: Counter[Text] = Counter()
     sampler, eos = session.sampler, session.runner.base.eos
@@ -325,7 +325,7 @@ class EqualityResult:
 
 
 def compare_distributions(
-    reference: Sequence[Counts], drafted: Sequence[Counts], level: float = ERROR_RATE
+    reference: Sequence[TextCounts], drafted: Sequence[TextCounts], level: float = ERROR_RATE
 ) -> EqualityResult:
     """Test by Pearson's chi-squared whether two samples of texts come from the same distribution, prompt by prompt.
 
@@ -338,7 +338,7 @@ def compare_distributions(
     return EqualityResult(p_value, chi_squared, freedom, detectable_bias(tables, level))
 
 
-def cell_counts(reference: Counts, drafted: Counts) -> np.ndarray:
+def cell_counts(reference: TextCounts, drafted: TextCounts) -> np.ndarray:
     """The counts (2, C) of the base's and the drafter's texts in C cells.
 
     A text is a cell if at least `MIN_EXPECTED` of it are expected among the drafter's; any other counts for the text

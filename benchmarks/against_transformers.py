@@ -11,8 +11,9 @@ import torch
 
 from benchmarks.harness import ResultTable, alternate, main, show
 from inference import drafter_specs
+from inference.bases import Dtype
 from inference.prompts import QuestionOptions
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner
 from inference.verifier.session import Session
 

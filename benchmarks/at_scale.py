@@ -21,8 +21,9 @@ from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
-from inference.evaluate import metrics
-from inference.evaluate.answers import Answer, answer_questions, comparable, median_answers
+from inference.evaluate.answers import Answer, comparable, decode_steps, median_answers
+from inference.evaluate.figures import acceptance_length, first_difference, summarise
+from inference.evaluate.own_loop import answer_questions
 from inference.prompts import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
@@ -159,9 +160,7 @@ def decode(
     with progress_bars(transient=True) as bars:
         task = bars.add_task(title, total=repeats * len(questions) * len(drafters))
         for repeat in range(repeats):
-            for _, answer in answer_questions(
-                base, sessions, dict(enumerate(questions)), TEMPLATE, max_new_tokens, repeat=repeat
-            ):
+            for answer in answer_questions(base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
                 answers[answer.drafter][repeat].append(answer)
                 bars.advance(task)
     return answers
@@ -197,8 +196,8 @@ def decoding_seconds(steps: Sequence[Step]) -> float:
 
 def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
     """Results of one drafter, from the answers of the wide base and those of the small base in float32."""
-    answers, baseline = (median_answers(wide[key]) for key in (name, NONE))
-    summary = metrics.summarise(answers, baseline, list(zip(wide[name], wide[NONE], strict=True)))
+    answers = median_answers(wide[name])
+    summary = summarise(wide[name], wide[NONE])
     steps, base_steps = (_steps(wide[key]) for key in (name, NONE))
     seconds, base_seconds = (
         decoding_seconds(each) / sum(step.emitted for step in each) for each in (steps, base_steps)
@@ -216,9 +215,9 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
         "step_spread": (high - low) / median(times),
         "draft_ms": 1e3 * median(draft),
         "identical": summary.identical,
-        "small_acceptance_length": metrics.acceptance_length([turn for each in small[name] for turn in each.turns]),
+        "small_acceptance_length": acceptance_length([turn for each in small[name] for turn in each.turns]),
         "same_texts_as_small": sum(
-            metrics.first_difference(own, other) is None for own, other in zip(answers, small[NONE], strict=True)
+            first_difference(own, other) is None for own, other in zip(answers, small[NONE], strict=True)
         ),
         "same_steps_as_small": sum(
             comparable(own) == comparable(other) for own, other in zip(answers, small[name], strict=True)
@@ -227,7 +226,7 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
 
 
 def _steps(repeats: Repeats) -> list[Step]:
-    return [step for answers in repeats for answer in answers for step in metrics.decode_steps(answer.turns)]
+    return [step for answers in repeats for answer in answers for step in decode_steps(answer.turns)]
 
 
 def result_table(result: Mapping[str, Any]) -> ResultTable:

@@ -225,10 +225,10 @@ def simulate(
         trees = draft_answer(drafter, hidden, tokens, (start, end), base.base_weights, base.eos)
         text = answer.tokens.tolist()
         for budget in budgets:
-            for tree, num_emitted in simulated_steps(trees, text, (start, end), budget):
+            for tree, num_emitted in simulated_steps([tree.first(budget) for tree in trees], text, (start, end)):
                 emitted[budget] += num_emitted
                 steps[budget] += 1
-                fed[budget] += min(len(tree), budget)
+                fed[budget] += len(tree)
     return {
         name: {str(budget): count[budget] / max(1, steps[budget]) for budget in budgets}
         for name, count in (("length", emitted), ("fed", fed))

@@ -38,8 +38,6 @@ FUSED = {"hidden_layers": [2, 4, -1]}
 DEEP = {"num_layers": 3, **FUSED}
 TOKENS = {"tokens_in_context": True}
 LOOKUP = {"lookup": True}
-SELFLESS = {"merge_repeats": False}
-LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
@@ -59,7 +57,6 @@ ARMS = {
         Arm("eagle", "EAGLE", {"depth": 6}),
         Arm("eagle_8", "EAGLE", {"depth": 8}),
         Arm("eagle3", "EAGLE3", EAGLE3),
-        Arm("eagle3_lk", "EAGLE3", {**EAGLE3, "divergence": "lk"}),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, **BIAS, **TRUNK}),
         Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
@@ -72,8 +69,6 @@ ARMS = {
         Arm("ctc_markov", "CTC", {**BIAS, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
-        Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
-        Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **LK, "divergence": "lk_hybrid", "distillation": 1.0, **FRAMES}),
         Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, **FUSED}),
         Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}),
         Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),
@@ -81,7 +76,6 @@ ARMS = {
         Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, **TEN_FRAMES}),
         Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}),
         Arm("ctc_10_8_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}, MUON),
-        Arm("ctc_10_selfless_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, "num_labels": 10, **SELFLESS, **TOKENS}, MUON),
         Arm("ctc_deep", "CTC", {**BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
@@ -89,7 +83,6 @@ ARMS = {
         Arm("block_smollm2_copy", "Block", {**TRUNK, **REAL, **LOOKUP, "copy": True}, REAL_MUON),
         Arm("ctc_smollm2", "CTC", REAL_CTC, REAL_MUON),
         Arm("ctc_smollm2_copy", "CTC", {**REAL_CTC, "copy": True}, REAL_MUON),
-        Arm("ctc_smollm2_selfless", "CTC", {**REAL_CTC, **SELFLESS}, REAL_MUON),
         Arm("ctc_smollm2_adamw", "CTC", REAL_CTC, REAL_ADAMW),
         Arm("ctc_smollm2_no_lookup", "CTC", {**REAL_CTC, "lookup": False}, REAL_MUON),
         Arm("ctc_smollm2_no_bias", "CTC", {**REAL_CTC, "markov_rank": 0}, REAL_MUON),
@@ -101,7 +94,7 @@ ARMS = {
 }
 GROUPS = {
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "block_deep_muon", "ctc_deep_muon"],
-    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon", "ctc_10_selfless_muon"],
+    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
 }
 SHOWN = (4, 16, 64)  # numbers of nodes in the tables
 
@@ -114,7 +107,7 @@ def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
         return {"dynamic": {"num_nodes": BUDGETS[-1]}}
     trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
     if arm.drafter == "CTC" and paper_table2.fits(arm):
-        trees += ["frames", "paper"]
+        trees.append("paper")
     return {tree: {"tree": tree, "num_nodes": BUDGETS[-1]} for tree in trees}
 
 

@@ -13,9 +13,10 @@ from data.benchmarks.texts import bleu_and_chrf, rouge
 from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
+from inference.bases import Dtype
 from inference.prompts import BenchmarkPrompts, QuestionOptions
 from inference.regenerate.answerers import decode_batch
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session

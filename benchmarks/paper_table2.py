@@ -8,7 +8,6 @@ Rows are draft modules: linear heads + cross-entropy (Medusa), transformer + CTC
   (``blanks kept``). A milder reading gives the blank's probability to the tokens of its frame (``blanks dropped``).
 - CTC verify: on every path of the tree, repeats are merged, then blanks dropped, and paths with the same text become
   one. For a module without a blank, this also removes the repeats of the text itself: "0 0" can no longer be drafted.
-  A CTC module's frame sequences are of any length (``CTC``) or all as long as the paper says (``CTC, same length``).
 
 The last row of a CTC module, exact prefix search, spends the budget on texts from the start. The original code verifies
 with the positions from before the transform and is not lossless. Here, all ways produce a tree of texts, so the same
@@ -31,7 +30,7 @@ from torch import Tensor
 from benchmarks.experiment import Arm, GreedyAnswer, mean_and_range, remembered
 from benchmarks.harness import ResultTable, alternate
 from drafters import BaseWeights, Limits, Medusa, checkpoint
-from drafters.ctc.trees import BLANK, collapsed, paper_trees, raw_trees
+from drafters.ctc.trees import BLANK, collapsed, paper_trees, with_blank
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
 from drafters.trees.candidates import on_host
@@ -73,7 +72,7 @@ def blanks_kept(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]
     The base never writes a blank, so blanks and the nodes below them are then left out; with them, as many tokens would
     be accepted.
     """
-    trees = raw_trees(candidates, limits.num_nodes, same_length=False)
+    trees = search(Candidates(*with_blank(candidates)), SearchLimits(limits.num_nodes, candidates.probs.shape[1]))
     paths = [[*map(tree.path_tokens, range(len(tree)))] for tree in trees]
     return [DraftTree.from_paths([path for path in own if BLANK not in path]) for own in paths]
 
@@ -106,8 +105,7 @@ WAYS: dict[str, dict[str, Build]] = {
     "CTC": {
         "plain, blanks kept": blanks_kept,
         "plain, blanks dropped": blanks_dropped,
-        "CTC": partial(paper_trees, same_length=False),
-        "CTC, same length": paper_trees,
+        "CTC": paper_trees,
         "prefix": search,
     },
 }
@@ -117,9 +115,8 @@ WAYS: dict[str, dict[str, Build]] = {
 
 
 def fits(arm: Arm) -> bool:
-    """Whether an arm has a place in the table: it has no bias between frames, and it merges repeats."""
-    options = arm.arguments
-    return arm.drafter in WAYS and not options.get("markov_rank") and options.get("merge_repeats", True)
+    """Whether an arm has a place in the table: it has no bias between frames."""
+    return arm.drafter in WAYS and not arm.arguments.get("markov_rank")
 
 
 def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[str, Any]:

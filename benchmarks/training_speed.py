@@ -17,7 +17,8 @@ from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_l
 from benchmarks.recipes import grouped
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from inference.verifier.base import Base, Dtype, resolve_device
+from inference.bases import Dtype
+from inference.verifier.base import Base, resolve_device
 from train.cli import find_config
 from train.features import compute_features
 from train.memory import LiveBytes, step_bytes
@@ -88,7 +89,8 @@ class TrainingStep:
                 self._train(self.drafter, batch, weights)
             peak = live.peak
         self.drafter.zero_grad()
-        return peak, step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.is_cuda)
+        estimate = step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.device.type)
+        return peak, estimate
 
     def _batch(self) -> TrainingBatch:
         hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids)

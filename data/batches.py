@@ -81,7 +81,7 @@ class BucketSampler:
         """Return the fraction of padding among the tokens of an epoch, over all ranks."""
         per_rank = [batch[rank :: self.world_size] for batch in self._batches() for rank in range(self.world_size)]
         sizes = [[self.lengths[row] for row in rows] for rows in per_rank]
-        return 1 - sum(map(sum, sizes)) / sum(max(each) * len(each) for each in sizes)
+        return 1 - sum(map(sum, sizes)) / sum(max(batch) * len(batch) for batch in sizes)
 
     def _batches(self) -> list[list[int]]:
         """Return the batches of all ranks together; each rank takes every `world_size`-th row of a batch."""

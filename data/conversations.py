@@ -3,6 +3,7 @@
 import json
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,21 +72,21 @@ class Conversation:
 class Dropped:
     """Counts records that were left out, by reason, and remembers where the first of them are."""
 
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # places and reasons
     what: str = "records"  # what is counted, in the plural
-    unread: dict[str, int] = field(default_factory=dict)  # columns that were not read, in how many records
+    unread: Counter[str] = field(default_factory=Counter)  # columns that were not read, in how many records
 
     def add(self, reason: str, place: str) -> None:
         """Count one record, and remember it if it is among the first `NUM_EXAMPLES` of its reason."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] += 1
         if self.counts[reason] <= NUM_EXAMPLES and len(self.examples) < NUM_EXAMPLES * NUM_REASONS:
             self.examples.append(f"{place}: {reason}")
 
     @property
     def total(self) -> int:
         """Number of records left out, for any reason."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     def __str__(self) -> str:
         text, columns = f"no {self.what} dropped", _listed(self.unread, "{0} ({1:,})", "{} more")
@@ -95,13 +96,11 @@ class Dropped:
         return f"{text}\ncolumns not read, with the number of their {self.what}: {columns}" if columns else text
 
 
-def _listed(counts: Mapping[str, int], form: str, more: str) -> str:
+def _listed(counts: Counter[str], form: str, more: str) -> str:
     """The largest counts in a line, and what is left."""
-    entries = sorted(counts.items(), key=lambda entry: -entry[1])
-    rest = sum(count for _, count in entries[NUM_REASONS:])
-    return ", ".join(
-        [*(form.format(*entry) for entry in entries[:NUM_REASONS]), *([more.format(rest)] if rest else [])]
-    )
+    largest = counts.most_common(NUM_REASONS)
+    rest = counts.total() - sum(count for _, count in largest)
+    return ", ".join([form.format(*entry) for entry in largest] + ([more.format(rest)] if rest else []))
 
 
 def load_conversations(
@@ -139,7 +138,7 @@ def load_conversations(
 
 
 def parse(
-    record: object, index: int, requires_answers: bool = True, unread: dict[str, int] | None = None
+    record: object, index: int, requires_answers: bool = True, unread: Counter[str] | None = None
 ) -> Conversation:
     """Parse a record in ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
@@ -159,10 +158,10 @@ def parse(
     if isinstance(record, ValueError):
         raise record
     record = _object(record, "not a JSON object")
-    found = _take_columns(record)
-    turns = [_message(turn) for turn in _turns(found)]
+    columns = _take_columns(record)
+    turns = [_message(turn) for turn in _turns(columns)]
     system = turns.pop(0)[0] if turns and turns[0][0]["role"] == "system" else None
-    if prompt := found.get("system"):
+    if prompt := columns.get("system"):
         if not isinstance(prompt, str) or (system and system["content"] != prompt):
             raise ValueError("its system prompt is not a text, or another one than that of the first turn")
         system = {"role": "system", "content": prompt}
@@ -179,7 +178,7 @@ def parse(
             raise ValueError("an assistant turn is empty")
     first = [system] if system else []
     messages = (*first, *(message for message, _ in turns))
-    tools, name = _tools(found.get("tools")), record.get("id")
+    tools, name = _tools(columns.get("tools")), record.get("id")
     if system and "<tools>" in system["content"]:  # Hermes: the system prompt defines them already
         tools = ()
     conversation = Conversation(
@@ -195,7 +194,7 @@ def parse(
         for name in record.keys() - NOT_READ:
             value = record[name]
             if value and isinstance(value, str | list | dict) and not (isinstance(value, str) and value in said):
-                unread[name] = unread.get(name, 0) + 1
+                unread[name] += 1
     return conversation
 
 
@@ -261,35 +260,35 @@ def _from_json(value: Any, problem: str) -> Any:
 
 def _take_columns(record: dict) -> dict[str, Any]:
     """Remove from a record the columns that make up its messages, and return them by kind."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for kind, names in COLUMNS.items():
         held = [name for name in names if name in record]
         if kind == "turns":
             held = [name for name in held if isinstance(record[name], list) or str(record[name]).startswith("[")]
-        if held and not (found.get("turns") and kind in ("question", "context", "answer", "history")):
+        if held and not (columns.get("turns") and kind in ("question", "context", "answer", "history")):
             name = next((name for name in held if record[name]), held[0])
-            found["calls" if name == "answers" else kind] = value = record.pop(name)
+            columns["calls" if name == "answers" else kind] = value = record.pop(name)
             if name == "data":  # questions and answers in turn
-                found[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
-    return found
+                columns[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
+    return columns
 
 
-def _turns(found: dict[str, Any]) -> list:
+def _turns(columns: dict[str, Any]) -> list:
     """Return the turns of a record, as messages that are still to be checked."""
-    question, context, answer = (found.get(name) for name in ("question", "context", "answer"))
-    if turns := _from_json(found.get("turns"), "`conversations` or `messages` is not JSON"):
+    question, context, answer = (columns.get(name) for name in ("question", "context", "answer"))
+    if turns := _from_json(columns.get("turns"), "`conversations` or `messages` is not JSON"):
         return _exchanges(turns) or turns
     if isinstance(question, list):  # TRL: the messages of the prompt, and those of the completion
         return [*question, *(answer if isinstance(answer, list) else _exchanges([[None, answer]]))]
-    messages = _exchanges(found.get("history") or [])
-    if found.get("history") and not messages:
+    messages = _exchanges(columns.get("history") or [])
+    if columns.get("history") and not messages:
         raise ValueError("history is not a list of exchanges, such as [question, answer]")
     if question is not None or context is not None:
         parts = [part for part in (question, context) if isinstance(part, str) and part]
         messages += _exchanges([["\n\n".join(parts) if parts else question, answer]])
     if not messages:
         raise ValueError("no turns: neither `conversations` nor `messages` holds any")
-    calls = _from_json(found.get("calls"), "`answers` is not JSON")
+    calls = _from_json(columns.get("calls"), "`answers` is not JSON")
     return messages if calls is None else [*messages, {"role": "assistant", "tool_calls": calls}]
 
 
@@ -305,7 +304,7 @@ def _exchanges(values: Any) -> list[dict[str, Any]]:
 def _pair(value: Any) -> tuple[Any, Any] | None:
     """Return question and answer of an exchange; None if it is none."""
     if isinstance(value, dict):
-        return next(((value[asked], value.get(said)) for asked, said in PAIRS if asked in value), None)
+        return next(((value[first], value.get(second)) for first, second in PAIRS if first in value), None)
     return (*value, None)[:2] if isinstance(value, list) and 0 < len(value) < 3 else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -80,18 +80,17 @@ class Manifest:
                 raise ValueError("a shard outside its folder")
         return manifest
 
+    def differing_setting(self, other: Manifest) -> str | None:
+        """Return the name of a setting in which two stores differ; names, files and shards are not settings."""
+        ignored = {"base", "files", "shards", "is_complete", "template_name"}
+        names = [field.name for field in fields(Manifest) if field.name not in ignored]
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
 
 def stored_template(folder: str | Path) -> str:
     """Return the name of the template by which the store in a folder was rendered; empty if there is no store."""
     folder = Path(folder).expanduser()
     return Manifest.read(folder).template_name if (folder / MANIFEST).is_file() else ""
-
-
-def differing_settings(left: Manifest, right: Manifest) -> list[str]:
-    """Return the names of the settings in which two stores differ; names, files and shards are not settings."""
-    ignored = {"base", "files", "shards", "is_complete", "template_name"}
-    names = [entry.name for entry in fields(Manifest) if entry.name not in ignored]
-    return [name for name in names if getattr(left, name) != getattr(right, name)]
 
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoreDtype) -> int:
@@ -127,29 +126,25 @@ def unpack(packed: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def row_keys(rows: Dataset) -> list[bytes]:
     """Return the key of each row: a hash of its tokens and its loss mask, independent of the file it came from."""
-    found = []
-    for batch in rows.with_format("arrow")[:].to_batches():
-        columns = [(batch["input_ids"], np.int32), (batch["loss_mask"], np.int8)]
-        (ids, ids_starts), (masks, mask_starts) = (
-            (column.values.to_numpy().astype(dtype), column.offsets.to_numpy()) for column, dtype in columns
-        )
-        for (start, end), (first, last) in zip(pairwise(ids_starts), pairwise(mask_starts), strict=True):
-            digest = hash_of([ids[start:end].tobytes(), b"/", masks[first:last].tobytes()], 2 * KEY_BYTES)
-            found.append(bytes.fromhex(digest))
-    return found
+    table, keys = rows.with_format("arrow")[:], []
+    for ids, mask in zip(table["input_ids"], table["loss_mask"], strict=True):
+        ids_bytes = ids.values.to_numpy().astype(np.int32).tobytes()
+        mask_bytes = mask.values.to_numpy().astype(np.int8).tobytes()
+        keys.append(bytes.fromhex(hash_of([ids_bytes, b"/", mask_bytes], 2 * KEY_BYTES)))
+    return keys
 
 
 def write_shard(
-    path: Path, names: Sequence[bytes], tensors: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
+    path: Path, keys: Sequence[bytes], rows: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
 ) -> Shard:
     """Write one shard atomically, or raise ValueError if the states do not fit the dtype or the disk.
 
-    ``names`` are the keys of the rows; the tensors of each are ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,)
-    and ``hidden`` (S, F * D), which holds the F layers side by side.
+    Each row has a key, ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), which holds
+    the F layers side by side.
     """
     columns: dict[str, list[Tensor]] = {}
     lengths = []
-    for row in tensors:
+    for row in rows:
         lengths.append(len(row["input_ids"]))
         values = {name: row[name].to(torch.int32) for name in ("input_ids", "labels")}
         values["loss_mask"] = row["loss_mask"].to(torch.uint8)
@@ -164,7 +159,7 @@ def write_shard(
             columns.setdefault(name, []).append(value.cpu())
     data = {name: torch.cat(columns.pop(name)).contiguous() for name in list(columns)}
     data["starts"] = torch.tensor([0, *lengths]).cumsum(0)
-    data["keys"] = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
+    data["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
     try:
         with atomic_write(path) as new:
             save_file(data, new)
@@ -191,17 +186,19 @@ class FeatureStore:
         """Raise ValueError if conversations were not tokenised in the same way as those of the store."""
         stored = self.manifest
         if tokenizer != stored.tokenizer:
-            problem, remedy = f"by {stored.base}, which has another tokenizer", f"--model.base {stored.base}"
-        elif template != stored.template:
+            self.refuse(f"by {stored.base}, which has another tokenizer", f"--model.base {stored.base}")
+        if template != stored.template:
             problem = f"with the template {stored.template_name}, whose text is not that of {template_name}"
-            remedy = f"--data.template {stored.template_name}"
-        elif max_length != stored.max_length:
-            problem = f"with max_length {stored.max_length}, not {max_length}"
-            remedy = f"--data.max_length {stored.max_length}"
-        else:
-            return
+            self.refuse(problem, f"--data.template {stored.template_name}")
+        if max_length != stored.max_length:
+            self.refuse(
+                f"with max_length {stored.max_length}, not {max_length}", f"--data.max_length {stored.max_length}"
+            )
+
+    def refuse(self, problem: str, argument: str) -> NoReturn:
+        """Raise ValueError: the store was written in another way than the training, which could change its argument."""
         raise ValueError(
-            f"the feature store {self.folder} was written {problem}: pass {remedy}, or write another store"
+            f"the feature store {self.folder} was written {problem}: pass {argument}, or write another store"
         )
 
     def find(self, rows: Dataset) -> list[tuple[int, int, int]]:
@@ -209,9 +206,9 @@ class FeatureStore:
         places: dict[bytes, tuple[int, int, int]] = {}
         for number, shard in enumerate(self.manifest.shards):
             with reading(self.folder / shard.file, AGAIN), self._open(number) as opened:
-                starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
-            for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
-                places[name.tobytes()] = (number, start, end)
+                starts, stored = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
+            for key, (start, end) in zip(stored, pairwise(starts), strict=True):
+                places[key.tobytes()] = (number, start, end)
         keys = row_keys(rows)
         if missing := [row for row, key in enumerate(keys) if key not in places]:
             raise ValueError(

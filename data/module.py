@@ -193,7 +193,10 @@ def hold_out(
     """
     if val_size < 0:
         raise ValueError(f"val_size must be at least 0, not {val_size}")
-    prompts = [tuple(each["content"] for each in talk.messages if each["role"] == "user") for talk in conversations]
+    prompts = [
+        tuple(message["content"] for message in conversation.messages if message["role"] == "user")
+        for conversation in conversations
+    ]
     counts, order = Counter(prompts), random.Random(seed).sample(prompts, len(prompts))
     held_out: set[tuple[str, ...]] = set()
     while order and sum(counts[prompt] for prompt in held_out) < val_size:

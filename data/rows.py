@@ -96,9 +96,9 @@ def _identity(
     """Yield everything that the rows depend on."""
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     yield [FORMAT_VERSION, tokenizer.backend_tokenizer.to_str(), special, text, max_length]
-    for each in conversations:
-        yield [each.id, each.messages, each.tools, sorted(each.not_learned)]
-        if recorded := each.recorded:
+    for conversation in conversations:
+        yield [conversation.id, conversation.messages, conversation.tools, sorted(conversation.not_learned)]
+        if recorded := conversation.recorded:
             yield from (recorded.input_ids.tobytes(), recorded.loss_mask.tobytes())
             yield [recorded.tokenizer, recorded.template]
 

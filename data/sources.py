@@ -128,18 +128,18 @@ def _rows_of(table: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow table, with the values of JSON columns, which it holds as texts."""
     kinds = {column.name: column.type for column in table.schema if "arrow.json" in str(column.type)}
     for row in table.to_pylist():
-        yield row | {name: _from_json(row[name], kind) for name, kind in kinds.items()}
+        yield row | {name: _decoded(row[name], kind) for name, kind in kinds.items()}
 
 
-def _from_json(value: Any, kind: Any) -> Any:
+def _decoded(value: Any, kind: Any) -> Any:
     """Return a value of an Arrow table with its JSON texts, at any depth of the table's types, decoded."""
     if value is None or "arrow.json" not in str(kind):
         return value
     if getattr(kind, "extension_name", "") == "arrow.json":
         return json.loads(value)
     if isinstance(value, dict):
-        return {entry.name: _from_json(value[entry.name], entry.type) for entry in kind}
-    return [_from_json(entry, kind.value_type) for entry in value]
+        return {entry.name: _decoded(value[entry.name], entry.type) for entry in kind}
+    return [_decoded(entry, kind.value_type) for entry in value]
 
 
 def _numbered(records: Iterable[object]) -> Rows:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -20,22 +18,24 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 from rich.text import Text
 
+from data.computing_limit import computing_limit
 from data.conversations import REASONING, Conversation, Message, load_conversations, user_message
-from data.files import SafeConsole, check_encodable, short_hash
+from data.files import check_encodable, short_hash
+from data.safe_text import SafeConsole
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _read(name: str) -> str:
+def _read_template(name: str) -> str:
     """A template of ours, whose lines are broken and indented for readers only."""
     lines = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").splitlines()
     return "".join(line.strip() for line in lines)
 
 
 # Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
-TEMPLATES = {name: _read(name) for name in ("vicuna_v1.1", "llama2_chat")}
+TEMPLATES = {name: _read_template(name) for name in ("vicuna_v1.1", "llama2_chat")}
 TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, ValueError
 )  # fmt: skip
@@ -66,10 +66,10 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         raise ValueError(f"unknown chat template {name!r}; choose one of: tokenizer, {', '.join(TEMPLATES)}")
     if name == "tokenizer" and not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
-    own: Any = tokenizer.chat_template
-    if name == "tokenizer" and isinstance(own, dict) and "default" not in own:
+    named: Any = tokenizer.chat_template
+    if name == "tokenizer" and isinstance(named, dict) and "default" not in named:
         remedy = "set tokenizer.chat_template to one of them and save it again"
-        raise ValueError(f"the tokenizer has several chat templates and no default ({', '.join(own)}): {remedy}")
+        raise ValueError(f"the tokenizer has several chat templates and no default ({', '.join(named)}): {remedy}")
     text = TEMPLATES[name] if name in TEMPLATES else tokenizer.get_chat_template()
     for option in options:
         if option in THINKING:
@@ -130,8 +130,7 @@ def encode_prompt(
 
     The template is named as in `resolve_template`; each of the tools that it offers is defined by a JSON object.
     """
-    text, options = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
-    return list(_apply(messages, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
+    return list(_apply_to_prompt(messages, tokenizer, template, tools, return_dict=True)["input_ids"])
 
 
 def render(
@@ -141,8 +140,18 @@ def render(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Return the text of a prompt; the arguments are those of `encode_prompt`."""
-    text, options = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
-    return str(_apply(messages, tokenizer, text, tokenize=False, add_generation_prompt=True, **options))
+    return str(_apply_to_prompt(messages, tokenizer, template, tools, tokenize=False))
+
+
+def _apply_to_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> Any:
+    text, offered = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
+    return _apply(messages, tokenizer, text, add_generation_prompt=True, **offered, **options)
 
 
 def encode(
@@ -157,14 +166,14 @@ def encode(
     text, messages = resolve_template(template, tokenizer), list(conversation.messages)
     tools = list(conversation.tools) or None
     if recorded := conversation.recorded:
-        for name, expected, found in (
-            ("tokenizer", tokenizer_hash(tokenizer), recorded.tokenizer),
-            ("chat template", template_hash(template, tokenizer), recorded.template),
-        ):
-            if expected != found:
-                raise ValueError(
-                    f"its tokens were written with another {name}: use that one, or remove input_ids from the records"
-                )
+        is_same = {
+            "tokenizer": recorded.tokenizer == tokenizer_hash(tokenizer),
+            "chat template": recorded.template == template_hash(template, tokenizer),
+        }
+        for name in (name for name in is_same if not is_same[name]):
+            raise ValueError(
+                f"its tokens were written with another {name}: use that one, or remove input_ids from the records"
+            )
         if max(recorded.input_ids) >= len(tokenizer):
             raise ValueError("input_ids holds tokens that the tokenizer does not know")
         ids, mask = recorded.input_ids.tolist(), recorded.loss_mask.tolist()
@@ -191,43 +200,37 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
     if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         options["tokenizer_kwargs"] = {"verbose": False}
     apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
-    is_main = threading.current_thread() is threading.main_thread()  # signals reach no other
-    before = signal.signal(signal.SIGVTALRM, _stop) if is_main else None
+    expired = TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
     try:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
-        if any(message.get("tool_calls") for message in messages):
-            plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
-            messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
-        return apply(messages, **options)
+        with computing_limit(RENDER_SECONDS, expired):
+            if any(message.get("tool_calls") for message in messages):
+                plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
+                messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+            return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
         check_encodable([messages, options])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
-
-
-def _stop(*_: object) -> None:
-    raise TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
 
 
 def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) -> list[Message]:
     """Return messages with the arguments of their tool calls as a template reads them: objects, or else JSON texts."""
     objects, texts = deepcopy(list(messages)), deepcopy(list(messages))
-    calls, written = ([call for each in copy for call in each.get("tool_calls") or ()] for copy in (objects, texts))
-    for call, in_text in zip(calls, written, strict=True):
-        arguments = call["function"].get("arguments", {})
-        as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        call["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-        in_text["function"]["arguments"] = as_text
+    calls = _functions_called(objects)
+    for call, same_in_texts in zip(calls, _functions_called(texts), strict=True):
+        arguments = call.get("arguments", {})
+        is_text = isinstance(arguments, str)
+        call["arguments"] = json.loads(arguments) if is_text else arguments
+        same_in_texts["arguments"] = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
     with suppress(*TEMPLATE_ERRORS):
         text = render(objects)
         # A template that takes them for a text may write an object as Python does.
-        if not any(call["function"]["arguments"] and str(call["function"]["arguments"]) in text for call in calls):
+        if not any(call["arguments"] and str(call["arguments"]) in text for call in calls):
             return objects
     return texts
+
+
+def _functions_called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [call["function"] for message in messages for call in message.get("tool_calls") or ()]
 
 
 def mask_without_marks(
@@ -244,7 +247,7 @@ def mask_without_marks(
     texts are compared rather than the ids, because an answer that starts with a line break may share its first token
     with the prompt. Raises ValueError if the template refuses the conversation, or an answer cannot be found in it.
     """
-    texts = _Texts(messages, tokenizer, template, tools)
+    texts = _RenderedTexts(messages, tokenizer, template, tools)
     answers: dict[int, tuple[int, int]] = {}
     for turn, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -267,16 +270,16 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, template: str | None = None) 
 
     The template is a text; by default it is the tokenizer's own.
     """
-    found, answer = {tokenizer.eos_token_id} - {None}, PRIVATE_USE[0]
+    tokens, answer = {tokenizer.eos_token_id} - {None}, PRIVATE_USE[0]
     messages: Any = [user_message("?"), {"role": "assistant", "content": answer}]
     with suppress(Exception):  # there may be no template, or one that refuses these messages
         text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
         first = tokenizer(text.rpartition(answer)[2].lstrip(), add_special_tokens=False).input_ids[0]
-        found |= {first} if tokenizer.added_tokens_decoder[first].special else set()
-    return tuple(sorted(found))
+        tokens |= {first} if tokenizer.added_tokens_decoder[first].special else set()
+    return tuple(sorted(tokens))
 
 
-class _Texts:
+class _RenderedTexts:
     """What a template writes for a conversation and for parts of it."""
 
     def __init__(
@@ -287,10 +290,10 @@ class _Texts:
         used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
         self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
         # A template must write the name of each tool that is called, wherever it is called.
-        calls = [call for message in messages for call in message.get("tool_calls", ())]
         renamed = json.loads(json.dumps(messages, default=str))
-        for call in (call for message in renamed for call in message.get("tool_calls", ())):
-            call["function"]["name"] = self.stand_in
+        calls = _functions_called(renamed)
+        for call in calls:
+            call["name"] = self.stand_in
         if calls and self._text(renamed).count(self.stand_in) < len(calls):
             raise ValueError("the chat template leaves out a tool call")
 
@@ -306,18 +309,18 @@ class _Texts:
             return len(prompt), len(answered)
         # Many templates write the answers of earlier turns in another way than the last one: without the reasoning
         # (Qwen3), with another end (gpt-oss), or without the system message (Mistral).
-        found = self._where_stand_in_is(turn) or self._where_tool_call_is(turn, prompt, after)
-        if found is None:
+        place = self._where_stand_in_is(turn) or self._where_tool_call_is(turn, prompt, after)
+        if place is None:
             raise ValueError(
                 "the chat template does not extend its own prompt, so the answers cannot be found in it; "
                 "add {% generation %} marks to it, or choose another template"
             )
-        start, end = found
+        start, end = place
         if self.whole.startswith(prompt) and len(prompt) < start:
             start = len(prompt)
         ending = re.compile(rf"\s*({'|'.join(map(re.escape, self.tokenizer.convert_ids_to_tokens(self.ends)))})")
-        written = ending.match(self.whole, end) if self.ends else None
-        return start, written.end() if written else end
+        match = ending.match(self.whole, end) if self.ends else None
+        return start, match.end() if match else end
 
     def _where_stand_in_is(self, turn: int) -> tuple[int, int] | None:
         """The range that changes if the answer is another one, unless anything else changes with it."""
@@ -341,8 +344,8 @@ class _Texts:
         message, earlier = self.messages[turn], self.messages[:turn]
         between = list(takewhile(lambda message: message["role"] != "assistant", reversed(earlier)))
         without_reasoning = {name: value for name, value in message.items() if name not in REASONING}
-        for written in (message, without_reasoning) if "tool_calls" in message else ():
-            answered = self._text([*earlier, written])
+        for form in (message, without_reasoning) if "tool_calls" in message else ():
+            answered = self._text([*earlier, form])
             call = answered.removeprefix(prompt)
             is_quoted = any(call.strip() in str(message["content"]) for message in between)
             start = self.whole.find(call, after)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from drafters.checks import check_at_least
 from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.label_loss import LabelLossOptions
-from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
 from drafters.registry import register
@@ -63,20 +62,11 @@ class Block(ParallelDrafter):
         draft: BlockDraftOptions = BlockDraftOptions(),
     ) -> None:
         first_frame = 0 if trunk.sample_from_anchor else 1
-        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ)
-        self.first_frame = first_frame
-        self.loss_options = loss
-        rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
+        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ, first_frame)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
-        anchored, head, right = self.loss_inputs(batch, base_weights, with_teacher=bool(options.distillation))
-        return cross_entropy(anchored, head, right, options, batch.divisor)
-
-
-class _BiasWeights(NamedTuple):
-    right: Tensor | None  # (V, R) right factor of the Markov bias
+        anchored, head, right = self.loss_inputs(batch, base_weights)
+        return cross_entropy(anchored, head, right, self.loss_options, batch.divisor)
 
 
 def cross_entropy(
@@ -90,7 +80,7 @@ def cross_entropy(
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
     `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to decay^(u-1) and sum to one.
-    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u d(p, p_u(. | y_{u-1})), see `distillation`.
+    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u KL(p || p_u(. | y_{u-1})) with the base's p.
 
     The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
     Frames beyond the number of labels are not trained. The metric is ``expected_acceptance``, the mean of
@@ -99,10 +89,10 @@ def cross_entropy(
     num_labels = anchored.labels.shape[1]
     assert anchored.frames.shape[1] >= num_labels, "each label needs a frame"
 
-    def sums(x: AnchoredFrames, output: _BiasWeights) -> tuple[Tensor, Tensor]:
+    def sums(x: AnchoredFrames, right: Tensor | None) -> tuple[Tensor, Tensor]:
         logits = gathered_logits.logits(x.frames, head)  # (A, U, V)
-        if x.left is not None and output.right is not None:
-            logits += x.left.to(logits.dtype) @ output.right.to(logits.dtype).T
+        if x.left is not None and right is not None:
+            logits += x.left.to(logits.dtype) @ right.to(logits.dtype).T
         exponentials, largest, picked = gathered_logits.exponentials(logits, x.labels[..., None])
         log_sum = gathered_logits.log_sum(exponentials, largest)
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
@@ -111,13 +101,12 @@ def cross_entropy(
         loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
             draft = lambda: exponentials * (largest - log_sum).exp()  # noqa: E731 - (A, U, V)
-            loss = loss + label_loss.distillation(x, draft, weight, head, options)
+            loss = loss + label_loss.distilled(x, draft, weight, head, options)
         return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
     # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
     num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
-    output = _BiasWeights(right)
-    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor)
+    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, [right], num_vectors, len(head), divisor)
     return loss, {"expected_acceptance": acceptance}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,8 @@ def read_config(folder: Path) -> DrafterConfig:
             raise ValueError("another format version")
         config = validated(DrafterConfig, values)
     check_files(folder, path.name)
-    return config
+    with reading(path):
+        return replace(config, init_args=recipe.current(config.init_args))
 
 
 def load(

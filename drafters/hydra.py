@@ -110,7 +110,10 @@ class Hydra(HeadDrafter):
     ) -> None:
         blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
-        self.draft_options, self.rows_per_anchor, self.noise = draft, draft.width, loss.noise
+        self.draft_options, self.noise = draft, loss.noise
+        self.anchors_at_once = max(
+            1, self.anchors_at_once // draft.width
+        )  # each goes through an LM head with so many rows
         self.prefix = PrefixAttention(base) if heads.prefix_attention else None
 
     def encode(self, hidden: Tensor) -> Tensor:

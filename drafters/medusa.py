@@ -1,7 +1,7 @@
 """Medusa and its base class, which Hydra shares: one head per draft token, reading the state that decided the root."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,18 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices
 from drafters.losses import anchors as anchor_positions
-from drafters.losses import gathered_logits
+from drafters.losses import distillation, gathered_logits
 from drafters.losses.chunks import anchors_per_chunk, chunks
-from drafters.losses.divergences import DivergenceOptions, distilled
 from drafters.nn.draft_cache import CachingDrafter, Context
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
+from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import static
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
-
-ANCHORS_AT_ONCE = 512  # drafted together on a known text, of one row each; fewer if a draft has several rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class HeadLossOptions(DivergenceOptions):
+class HeadLossOptions:
     """The loss of the heads.
 
     Args:
@@ -62,10 +59,7 @@ class HeadLossOptions(DivergenceOptions):
     num_anchors: int = 64
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
-        if self.divergence != "kl" and not self.distillation:
-            raise ValueError(f"divergence {self.divergence} belongs to distillation, which is off: set it to true")
 
 
 class ResidualBlock(nn.Module):
@@ -97,7 +91,7 @@ class HeadDrafter(CachingDrafter):
     have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
     """
 
-    rows_per_anchor = 1  # rows of one draft that go through an output layer together
+    anchors_at_once = 512
 
     def __init__(
         self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
@@ -105,8 +99,7 @@ class HeadDrafter(CachingDrafter):
         super().__init__()
         self.required_outputs = RequiredOutputs((-1,))
         self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, heads.num_heads, heads.own_heads
-        self.decay, self.distillation, self.divergence = loss.decay, loss.distillation, loss.divergence
-        self.num_anchors = loss.num_anchors
+        self.decay, self.distillation, self.num_anchors = loss.decay, loss.distillation, loss.num_anchors
         self.blocks = nn.ModuleList(blocks)
         num_outputs = heads.num_heads if heads.own_heads else 0
         self.lm_heads = nn.ModuleList(
@@ -150,8 +143,8 @@ class HeadDrafter(CachingDrafter):
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over heads of decay^k times the mean loss of head k.
 
-        That is the cross-entropy (Medusa, equation 1) or, with distillation, the divergence from the base's
-        distribution. A head that reads draft tokens reads those of the text, and its label is the base's own token
+        That is the cross-entropy with the labels (Medusa, equation 1) or, with distillation, with the base's
+        distributions. A head that reads draft tokens reads those of the text, and its label is the base's own token
         after them, whether or not the base would have written the text itself.
         """
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
@@ -189,7 +182,7 @@ class HeadDrafter(CachingDrafter):
         if teacher is None:
             losses = F.cross_entropy(logits, targets, reduction="none")
         else:
-            losses = distilled(self.divergence, logits, teacher, base_weights.head)
+            losses = distillation.cross_entropy(logits, teacher, base_weights.head)
         is_right = (logits.detach().argmax(-1) == targets) & valid
         return torch.where(valid, losses, 0.0).sum(), is_right.sum()
 
@@ -208,17 +201,11 @@ class HeadDrafter(CachingDrafter):
         root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
         return self.trees(state, root, base_weights, limits)[0]
 
-    @torch.inference_mode()
-    def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
-    ) -> list[DraftTree]:
-        if min(limits.max_depth, limits.max_nodes) < 1:
-            return [DraftTree()] * len(anchors)
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
         states = self.encode(hidden[None])[0]
-        trees: list[DraftTree] = []
-        for part in anchors.split(max(1, ANCHORS_AT_ONCE // self.rows_per_anchor)):
-            trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], base_weights, limits)
-        return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]
+        return lambda anchors: self.trees(states[anchors - 1], input_ids[anchors], base_weights, limits)
 
 
 @dataclass(frozen=True)

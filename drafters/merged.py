@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
 from math import exp, log
 from typing import NamedTuple
 
@@ -10,6 +9,8 @@ from drafters.checks import check_at_least
 from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.joint import Joint, extended
 from drafters.tree import ROOT, DraftTree
+from drafters.trees.best_first import best_first
+from drafters.trees.search import SearchLimits
 
 # ---- one probability from those of two predictors
 
@@ -95,8 +96,6 @@ class Node:
 
     contexts: Sequence[int]  # the n-gram contexts that end with its token
     learned: int | None = ROOT  # the node of the learned drafter's tree with the same path, if there is one
-    depth: int = 0  # 0 for the root
-    probability: float = 1.0  # estimated probability of its path
     candidates: list[tuple[int, Evidence]] = field(default_factory=list)  # the tokens that may follow it
     children: dict[int, int] = field(default_factory=dict)  # the places of its children among all nodes, by token
 
@@ -178,41 +177,24 @@ class Merged(Drafter):
         learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
         self.draft_forwards = self.learned.draft_forwards
         learned_children = _conditional_probabilities(learned)
-        tokens: list[int] = []
-        parents: list[int] = []
-        # Of nodes that may be taken: (-probability, place of the parent, token).
-        heap: list[tuple[float, int, int]] = []
-        place = 0
-        while True:
-            node = self._nodes[place]
-            if node.depth < max_depth and not (place and tokens[-1] in limits.eos):
-                for token, probability in self.following(node, learned_children):
-                    if node.probability * probability >= self.min_probability:
-                        heappush(heap, (-node.probability * probability, place, token))
-            if not heap or len(tokens) == room:
-                break
-            negative, above, token = heappop(heap)
-            parent = self._nodes[above]
-            place = parent.children[token] = len(self._nodes)
-            contexts = extended(parent.contexts, token, self.ngrams.order)
-            child = None if parent.learned is None else learned.child(parent.learned, token)
-            self._nodes.append(Node(contexts, child, parent.depth + 1, -negative))
-            tokens.append(token)
-            parents.append(above - 1)
-        tree = DraftTree(tokens, parents, probabilities=[node.probability for node in self._nodes[1:]])
+
+        def take(parent: int, token: int) -> None:
+            above = self._nodes[parent + 1]
+            above.children[token] = len(self._nodes)
+            child = None if above.learned is None else learned.child(above.learned, token)
+            self._nodes.append(Node(extended(above.contexts, token, self.ngrams.order), child))
+
+        def following(place: int, probability: float) -> list[tuple[float, int]]:
+            node = self._nodes[place + 1]
+            named = {} if node.learned is None else learned_children.get(node.learned, {})
+            pairs = self.ngrams.following(node.contexts, self.min_probability / probability)
+            node.candidates = combine(named, {token: share for share, token in pairs})
+            in_order = sorted(node.candidates)  # of tokens, for those that are equally probable
+            return [(self._mixer.probability(evidence), token) for token, evidence in in_order]
+
+        tree = best_first(following, take, SearchLimits(room, max_depth, limits.eos, self.min_probability))
         self.ngrams.expect(tree, [node.contexts for node in self._nodes])
         return tree
-
-    def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
-        """Return the tokens that may follow a node, with probabilities, and keep what both drafters say about them.
-
-        ``learned_children`` are the probabilities of the children of each node of the learned drafter's tree.
-        """
-        learned = {} if node.learned is None else learned_children.get(node.learned, {})
-        least = self.min_probability / node.probability
-        ngrams = {token: probability for probability, token in self.ngrams.following(node.contexts, least)}
-        node.candidates = combine(learned, ngrams)
-        return [(token, self._mixer.probability(evidence)) for token, evidence in node.candidates]
 
 
 def _conditional_probabilities(tree: DraftTree) -> dict[int, dict[int, float]]:

@@ -1,6 +1,6 @@
 """Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,15 +17,13 @@ from drafters.nn.anchor_attention import AnchorMask, Mask
 from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.lookup import Lookup, Passages
-from drafters.nn.markov import BaseMarkov, Markov
+from drafters.nn.markov import Markov, markov_bias
 from drafters.nn.transformer import Trunk
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
+from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import choose
-from drafters.trees.copies import with_passage
+from drafters.trees.copies import with_passages
 from drafters.trees.search import Candidates, SearchLimits, search
-
-ANCHORS_AT_ONCE = 64  # drafted together on a known text
 
 
 @dataclass(frozen=True)
@@ -123,14 +121,13 @@ class ParallelDrafter(CachingDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`. A draft is trained on
-    ``num_labels`` next tokens, U. Each frame has its own input embedding, or all but frame 0 share one, as in DFlash.
+    ``loss`` and may replace the `search`. A draft is trained on ``num_labels`` next tokens, U. Each frame has its own
+    input embedding, or all but frame 0 share one, as in DFlash. Frames before ``first_frame`` predict nothing.
     """
 
-    markov: Markov | BaseMarkov | None
-    draft_tokens: Tensor | None
-    first_frame = 0  # frames before this one predict nothing
+    anchors_at_once = 64
     has_blank = False  # as the last column of its logits
+    draft_tokens: Tensor | None
     # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
     _output: OutputLayer | None = None
 
@@ -142,26 +139,80 @@ class ParallelDrafter(CachingDrafter):
         loss: LabelLossOptions,
         draft: ParallelDraftOptions,
         frames_differ: bool,
+        first_frame: int = 0,
     ) -> None:
         super().__init__(draft.window)
         check_at_least(1, num_labels=num_labels)
         layers = tuple(trunk.hidden_layers) or spread_layers(base.num_layers)
         check_hidden_layers(layers, base)
         self.required_outputs = RequiredOutputs(layers)
-        self.num_frames, self.num_labels = trunk.num_frames, num_labels
+        self.num_frames, self.num_labels, self.first_frame = trunk.num_frames, num_labels, first_frame
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
-        self.tokens_in_context = trunk.tokens_in_context
-        self.num_anchors, self.num_columns = loss.num_anchors, loss.num_columns
+        self.tokens_in_context, self.copies = trunk.tokens_in_context, trunk.copy
         self.vocab_size = base.vocab_size
-        self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
+        self.loss_options, self.draft_options = loss, draft
         self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:
             raise ValueError("distillation knows no copies: leave it out, or set copy to false")
-        self.lookup = Lookup(base, trunk.copy) if trunk.lookup else None
-        self.copies = trunk.copy
-        add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
+        self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None
+        num_drafted = trunk.draft_vocab_size
+        self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, self.has_blank, num_drafted)
+        add_draft_tokens(self, num_drafted, base.vocab_size)
+
+    # ---- from hidden states to frames
+
+    def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
+        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
+        dtype = self.frame_embedding.dtype
+        embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
+        return self.trunk.context(hidden.to(dtype), positions, embedded)
+
+    def roots(self, texts: Tensor, anchors: Tensor) -> Roots:
+        """The roots at anchors (B, A) of texts (B, S)."""
+        passages = self.lookup.find(texts, anchors) if self.lookup else None
+        return Roots(anchors, texts.gather(1, anchors), passages)
+
+    def forward(self, hidden: Tensor, roots: Roots, embedding: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """States (B, A, T, D) of the predicting frames of many roots; the context is projected once per text.
+
+        Args:
+            hidden: (B, S, F * D) hidden states of the base.
+            roots: The roots.
+            embedding: (V, D) the base's embedding.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
+        """
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        context = self.context(hidden, positions, tokens, embedding)
+        return self.frames(context, roots, embedding, self._mask(roots, context).best())
+
+    def frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
+        """States (B, A, T, D) of the predicting frames, which attend to the `context` as the mask allows."""
+        inputs = self._inputs(roots, embedding).flatten(1, 2)
+        positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=inputs.device)
+        states = self.trunk(inputs, positions.flatten(1), context, mask)
+        return states.unflatten(1, (-1, self.num_frames))[:, :, self.first_frame :]
+
+    def _inputs(self, roots: Roots, embedding: Tensor) -> Tensor:
+        """What the trunk reads in each frame, (B, A, T, D)."""
+        root = embedding[roots.tokens][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
+        if self.root_everywhere:
+            frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
+        elif len(self.frame_embedding) > 1:
+            frames = self.frame_embedding + nn.functional.pad(root, (0, 0, 0, self.num_frames - 1))
+        else:
+            masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
+            frames = torch.cat([root, masked], dim=-2)
+        if self.lookup is None:
+            return frames
+        assert roots.passages is not None, "the drafter reads passages, and the roots have none"
+        return frames + self.lookup(roots.passages, embedding).to(frames.dtype)
+
+    def _mask(self, roots: Roots, context: Context, window: int | None = None) -> AnchorMask:
+        """What the frames of some roots may attend to, by default in the drafter's own window."""
+        window = self.draft_options.window if window is None else window
+        return AnchorMask(roots.anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
 
     # ---- from frames to trees
 
@@ -185,112 +236,48 @@ class ParallelDrafter(CachingDrafter):
         """The draft tree below each root, from the frame states (B * A, T, D)."""
         weights, bias, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)  # (B * A, T, V') or, with a blank, (B * A, T, V' + 1)
-        candidates = choose(logits, roots.tokens.flatten(), len(weights.head), self.num_candidates, bias, vocabulary)
-        options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
+        options = self.draft_options
+        num_candidates, num_nodes = options.top_k * self.num_frames, min(options.num_nodes, limits.max_nodes)
+        candidates = choose(logits, roots.tokens.flatten(), len(weights.head), num_candidates, bias, vocabulary)
         is_chain = options.tree == "chain"  # cut in the end, as whether to copy is decided over the whole path
         depth = self.num_frames if is_chain else min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
         trees = self.search(candidates, search_limits)
         if self.copies:
-            tokens, _, copy_logits = self._copies(roots, frames)
-            shares = copy_logits.sigmoid()[:, None]
-            rows = torch.cat([shares, tokens.to(shares.dtype)], 1).tolist()  # one copy; float32 holds token ids exactly
-            trees = [with_passage(tree, row[1:], row[0], search_limits) for tree, row in zip(trees, rows, strict=True)]
+            assert self.lookup is not None and roots.passages is not None, "the passages to be copied were not given"
+            shares = self.lookup.copy_logits(roots.passages, frames).sigmoid()
+            trees = with_passages(trees, roots.passages.tokens.flatten(0, 1), shares, search_limits)
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""
         return search(candidates, limits)
 
-    # ---- from hidden states to frames
-
-    def _block(self, roots: Roots, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """Input frames (B, A * T, D) and their positions (B, A * T)."""
-        root = embedding[roots.tokens][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
-        if self.root_everywhere:
-            frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
-        elif len(self.frame_embedding) > 1:
-            frames = self.frame_embedding + nn.functional.pad(root, (0, 0, 0, self.num_frames - 1))
-        else:
-            masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
-            frames = torch.cat([root, masked], dim=-2)
-        positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=root.device)
-        return frames.flatten(1, 2), positions.flatten(1)
-
-    def roots(self, texts: Tensor, anchors: Tensor) -> Roots:
-        """The roots at anchors (B, A) of texts (B, S)."""
-        return Roots(anchors, texts.gather(1, anchors), self._passages(texts, anchors))
-
-    def _passages(self, texts: Tensor, anchors: Tensor) -> Passages | None:
-        return None if self.lookup is None else self.lookup.find(texts, anchors, self.num_frames)
-
-    def forward(self, hidden: Tensor, roots: Roots, embedding: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """States (B, A, T, D) of the predicting frames of many roots; the context is projected once per text.
-
-        Args:
-            hidden: (B, S, F * D) hidden states of the base.
-            roots: The roots.
-            embedding: (V, D) the base's embedding.
-            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
-        """
-        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
-        context = self.context(hidden, positions, tokens, embedding)
-        return self._frames(context, roots, embedding, self._mask(roots.anchors, context).best())
-
-    def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
-        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
-        dtype = self.frame_embedding.dtype
-        embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
-        return self.trunk.context(hidden.to(dtype), positions, embedded)
-
-    def _mask(self, anchors: Tensor, context: Context, window: int | None = None) -> AnchorMask:
-        """What the frames of anchors (B, A) may attend to, by default in the drafter's own window."""
-        window = self.draft_options.window if window is None else window
-        return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
-
-    def _shifted(self, passages: Tensor) -> Tensor:
-        """Passages (B, A, T, D) moved to the frames that predict their tokens."""
-        first = self.first_frame
-        return nn.functional.pad(passages, (0, 0, first, -first)) if first else passages
-
-    def _frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
-        """States (B, A, T, D) of the predicting frames."""
-        frames, positions = self._block(roots, embedding)
-        if self.lookup is not None:
-            assert roots.passages is not None, "the drafter reads passages, and the roots have none"
-            frames = frames + self._shifted(self.lookup(roots.passages, embedding)).flatten(1, 2).to(frames.dtype)
-        states = self.trunk(frames, positions, context, mask).unflatten(1, (-1, self.num_frames))
-        return states[:, :, self.first_frame :]
-
-    def _copies(self, roots: Roots, frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens (B * A, T) that a draft may copy, whether there are any (B * A,), and the logits that it does."""
-        assert self.lookup is not None and roots.passages is not None, "the passages to be copied were not given"
-        tokens, lengths = (part.flatten(0, 1) for part in roots.passages)
-        return tokens, lengths > 0, self.lookup.copy_logits(lengths, frames)
-
     # ---- training
 
     def loss_inputs(
-        self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool
+        self, batch: TrainingBatch, base_weights: BaseWeights
     ) -> tuple[AnchoredFrames, Tensor, Tensor | None]:
         """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's right factor or None.
 
         With a draft vocabulary the labels are its columns, and end before the first token that cannot be drafted.
         """
-        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
-        labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
+        options, num_labels = self.loss_options, self.num_labels
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, options.num_anchors)
+        labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, num_labels)
         roots = self.roots(batch.input_ids, anchors)
         frames = self(batch.hidden, roots, base_weights.embedding, batch.input_ids).flatten(0, 1)
         valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
         teacher, teacher_valid = None, None
-        if with_teacher:
+        if options.distillation:
             last_hidden = batch.required_last_hidden()
-            deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, self.num_labels)
+            deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, num_labels)
             teacher, teacher_valid = (part.flatten(0, 1) for part in deciding)
         copied, copy_logits = None, None
         if self.copies:
-            tokens, has_passage, copy_logits = self._copies(roots, frames)
-            copied = (tokens[:, : self.num_labels] == labels).cumprod(-1).bool() & has_passage[:, None]
+            assert self.lookup is not None and roots.passages is not None, "a lookup finds what is copied"
+            copied = roots.passages.begin_with(labels)
+            copy_logits = self.lookup.copy_logits(roots.passages, frames)
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
         left, right = None, None
         if self.markov is not None:
@@ -298,8 +285,8 @@ class ParallelDrafter(CachingDrafter):
         if vocabulary is not None:
             labels, valid = vocabulary.cut(labels, valid)
         anchored = AnchoredFrames(frames, labels, valid, left, teacher, teacher_valid, copied, copy_logits)
-        if self.training and self.num_columns:
-            return sample_columns(anchored, weights.head, right, self.num_columns, self.has_blank)
+        if self.training and options.num_columns:
+            return sample_columns(anchored, weights.head, right, options.num_columns, self.has_blank)
         return anchored, weights.head, right
 
     # ---- drafting
@@ -317,11 +304,11 @@ class ParallelDrafter(CachingDrafter):
         # Filled on the device: copying a number there would wait for all kernels that are queued.
         device = self.frame_embedding.device
         anchor, token = (torch.full((1, 1), number, device=device) for number in (self._cache.length, seq[-1]))
-        passages = self._passages(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
+        passages = self.lookup.find(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
         roots, context = Roots(anchor, token, passages), self._cache.read()  # all of the context is attended to
-        mask = self._mask(anchor, context, window=0).dense() if self.causal else None
+        mask = self._mask(roots, context, window=0).dense() if self.causal else None
         self.draft_forwards += 1
-        return self._frames(context, roots, base_weights.embedding, mask)[:, 0], roots
+        return self.frames(context, roots, base_weights.embedding, mask)[:, 0], roots
 
     @torch.inference_mode()
     def propose_batch(
@@ -338,23 +325,23 @@ class ParallelDrafter(CachingDrafter):
         """
         self.draft_forwards += 1
         ends = torch.tensor([[len(text) - 1, int(text[-1])] for text in texts])  # (B, 2): positions and tokens
-        passages = self._passages(pad_sequence([*texts], batch_first=True), ends[:, :1]) if self.lookup else None
+        passages = self.lookup.find(pad_sequence([*texts], batch_first=True), ends[:, :1]) if self.lookup else None
         anchors, tokens = ends.to(self.frame_embedding.device).split(1, dim=1)
         roots = Roots(anchors, tokens, passages)
-        mask = self._mask(roots.anchors, context)
+        mask = self._mask(roots, context)
         is_needed = self.causal or mask.window or len(texts) > 1  # a single text attends to all of its context
-        frames = self._frames(context, roots, base_weights.embedding, mask.dense() if is_needed else None)[:, 0]
+        frames = self.frames(context, roots, base_weights.embedding, mask.dense() if is_needed else None)[:, 0]
         return self.trees(frames, roots, base_weights, limits)
 
-    @torch.inference_mode()
-    def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
-    ) -> list[DraftTree]:
-        trees: list[DraftTree] = []
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
-        for part in anchors.split(ANCHORS_AT_ONCE):
-            roots = self.roots(input_ids[None], part[None])
-            frames = self._frames(context, roots, base_weights.embedding, self._mask(part[None], context).best())[0]
-            trees += self.trees(frames, roots, base_weights, limits)
-        return trees
+
+        def draft(anchors: Tensor) -> list[DraftTree]:
+            roots = self.roots(input_ids[None], anchors[None])
+            frames = self.frames(context, roots, base_weights.embedding, self._mask(roots, context).best())[0]
+            return self.trees(frames, roots, base_weights, limits)
+
+        return draft

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from data.files import safe_line
+from data.safe_text import safe_line
 
 T = TypeVar("T", bound=Callable[..., Any])
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from data.conversations import Message, user_message
-from data.files import SafeConsole, safe_text
+from data.safe_text import SafeConsole, safe_text
 from data.templates import decode_answer
 from drafters.protocol import NoDrafter
 from inference import drafter_specs

@@ -22,7 +22,8 @@ from drafters.registry import MODULES, Registration, find_class, learned, regist
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.arguments import must_be
-from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base
+from inference.bases import Dtype
+from inference.verifier.base import Base, BaseConfig, check_fit, load_base
 from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips

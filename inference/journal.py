@@ -16,25 +16,25 @@ T = TypeVar("T")
 
 
 class Journal:
-    """The results of a long run, one JSON value per line, behind a first line with the settings of the run.
+    """The results of a long run, one JSON value per line, behind a first line with the settings of the run, if any.
 
     Opening or reading a journal never changes its file. The first `append` creates or replaces the file, at once with
     its entry, or cuts off a last line that an interruption left incomplete.
 
     Args:
         path: The journal's file; it need not exist yet.
-        settings: Everything that the results depend on, as JSON values.
+        settings: Everything that the results depend on, as JSON values; None for a file without that line.
         is_replaced: Whether entries under other settings are dropped; if not, they raise ValueError.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any], is_replaced: bool = False) -> None:
+    def __init__(self, path: str | Path, settings: Mapping[str, Any] | None = None, is_replaced: bool = False) -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
         self._is_kept = True
-        recorded = next((self._parsed(1, line) for line in self._lines()), None)
+        recorded = next((self._parsed(1, line) for line in self._lines()), None) if settings else None
         self._is_kept = recorded in (None, self.settings)
-        if not (self._is_kept or is_replaced):
+        if settings and not (self._is_kept or is_replaced):
             raise ValueError(
                 f"{path} was started with {_differences(recorded, self.settings)}: repeat that command to continue "
                 "it, pass --overwrite to start over, or choose another --out"
@@ -52,12 +52,13 @@ class Journal:
 
     def entries(self, read: Callable[[Any], T]) -> Iterator[T]:
         """What ``read`` makes of each entry, without the settings; raises ValueError if it cannot read one."""
-        for number, line in islice(enumerate(self._lines(), start=1), 1, None):
+        for number, line in islice(enumerate(self._lines(), start=1), int(bool(self.settings)), None):
             yield self._parsed(number, line, read)
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
-        first, line = (json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in (self.settings, entry))
+        first, line = (json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in (self.settings, entry))
+        first = first if self.settings else b""
         if self._stream is None:
             if not (size := sum(map(len, self._lines()))):
                 with atomic_write(self.path) as new:

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 
 from data.benchmarks import Question, load_questions
 from data.conversations import Message, user_message
-from data.files import SafeConsole, read_json_lines, reading
+from data.files import read_json_lines, reading
+from data.safe_text import SafeConsole
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
 from drafters.tree import ROOT, DraftTree

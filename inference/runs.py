@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich import progress
 
-from data.files import SafeConsole, safe_line
+from data.safe_text import SafeConsole, safe_line
 
 SECONDS_PER_LOG_LINE = 60.0
 BLOCK_BYTES, NUM_BLOCKS = 1 << 16, 16  # what is hashed of each file, spread evenly from its beginning to its end

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from data.files import SafeConsole, short_hash, write_text
+from data.files import short_hash, write_text
 from data.hub import find_base
+from data.safe_text import SafeConsole
 from drafters import Medusa
 from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter

@@ -16,7 +16,7 @@ from rich.text import Text as RichText
 from scipy import special, stats
 from transformers import PreTrainedTokenizerBase
 
-from data.files import SafeConsole
+from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.prompts import QuestionOptions

@@ -12,7 +12,8 @@ PACKAGES = ("data", "drafters", "inference", "train")
 # The parts of each package, lowest first: its modules and its folders. A part may import parts of lower lines only.
 LAYERS = {
     "data": """
-        batches files
+        batches computing_limit safe_text
+        files
         hub
         gguf
         features tokenizer
@@ -25,7 +26,7 @@ LAYERS = {
     "drafters": """
         tree
         protocol
-        checks recipe registry
+        checks dry_run public_formats recipe registry
         checkpoint losses nn
         trees
         training_free
@@ -36,7 +37,8 @@ LAYERS = {
     "inference": """
         arguments bases journal runs sandbox timing
         verifier
-        indexes prompts regenerate
+        indexes openai_server prompts recount
+        regenerate
         drafter_specs
         verify vllm
         evaluate

@@ -13,6 +13,7 @@ UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<option>[\w.-]+)"
     r"|(Group '(?P<group>[\w.]+)' does not accept option|Option) '(?P<key>[\w.-]+)'( is not accepted)?"
 )
+RENAMED = {"endpoint": "server"}  # options of earlier versions
 MAX_ALIASES = 20  # of a config
 load_yaml = get_loader("yaml")
 
@@ -31,9 +32,9 @@ class ExactParser(ArgumentParser):
             parsers = [self, *chain.from_iterable(inner)]
             known = [option.lstrip("-") for parser in parsers for option in parser._option_string_actions]
             name = ".".join(part for part in (found["group"], found["option"] or found["key"]) if part)
-            if near := [option for option in known if option.startswith(name)] or get_close_matches(
-                name, known, 1, cutoff=0.75
-            ):
+            near = [option for option in known if option.startswith(name)]
+            near = near or get_close_matches(name, known, 1, cutoff=0.75)
+            if near := [RENAMED[name]] if name in RENAMED else near:
                 message = f"{message[: found.end()]}: did you mean --{near[0]}?"
         super().error(message.partition(". Got value: Namespace(")[0], ex)  # the names of the parser's own classes
 

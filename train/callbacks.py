@@ -16,8 +16,8 @@ from drafters.checks import check_at_least
 from train.memory import peak_bytes, readable
 from train.optimizer import is_accumulating, timer_of
 
-SHOWN = {"val/acceptance_length": "acceptance length {:.3f}", "train/loss": "loss {:.3f}"}
-SHOWN |= {"train/tokens_per_second": "{:,.0f} tokens a second"}  # metrics as they are printed
+PRINTED = {"val/acceptance_length": "acceptance length {:.3f}", "train/loss": "loss {:.3f}"}
+PRINTED |= {"train/tokens_per_second": "{:,.0f} tokens a second"}  # metrics as they are printed
 
 
 class ShortProgressBar(RichProgressBar):
@@ -27,8 +27,8 @@ class ShortProgressBar(RichProgressBar):
         return f"Epoch {current_epoch}"
 
     def get_metrics(self, *args: Any) -> dict[str, Any]:
-        shown = super().get_metrics(*args).items()
-        return {name.rpartition("/")[2].removesuffix("_length"): value for name, value in shown if name != "v_num"}
+        metrics = super().get_metrics(*args).items()
+        return {name.rpartition("/")[2].removesuffix("_length"): value for name, value in metrics if name != "v_num"}
 
 
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:
@@ -109,10 +109,10 @@ class Speed(L.Callback):
         has_bar = sys.stdout.isatty() and trainer.progress_bar_callback
         if not is_due and (has_bar or time.monotonic() - self.line_time < 60):
             return
-        self.line_time, found = time.monotonic(), trainer.callback_metrics  # which all processes may have to add up
+        self.line_time, metrics = time.monotonic(), trainer.callback_metrics  # which all processes may have to add up
         if trainer.is_global_zero:
-            metrics = (text.format(float(found[name])) for name, text in SHOWN.items() if name in found)
-            print(", ".join([f"step {trainer.global_step:,}", *metrics]) + self.time_left(trainer), flush=True)
+            parts = [text.format(float(metrics[name])) for name, text in PRINTED.items() if name in metrics]
+            print(", ".join([f"step {trainer.global_step:,}", *parts]) + self.time_left(trainer), flush=True)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.say(trainer)

@@ -1,10 +1,8 @@
 """Checkpoints: written atomically, found again, and read without running any code that they contain."""
 
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -12,23 +10,11 @@ from zipfile import ZipFile, is_zipfile
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
 
 from data.files import DiskError, atomic_write, cause_of, reading
 
-Shapes = dict[str, Sequence[int]]
-"""Shape of each weight of a parameter group, in order."""
-
-# Empty classes under the names of those in DeepSpeed's files, so that the files load without DeepSpeed and its code.
-PLACEHOLDERS: list[Any] = [
-    type(name.split(".")[-1], (), {"__module__": name.rpartition(".")[0], "__init__": lambda self, *_: None})
-    for name in (
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    )
-]
+WHOLE_WEIGHTS = "whole_weights"
+"""The key under which checkpoints of DeepSpeed, which shards the weights, hold those of the drafter in one piece."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -60,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        with readable(path):
+        with reading_checkpoint(path):
             return super().load_checkpoint(path, *args, **options)
 
 
@@ -88,8 +74,8 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     nothing. Each checkpoint that is skipped is named on standard error. Raises ValueError if there are checkpoints, but
     none of them can be continued; if there is none at all, the path is None.
     """
-    found = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
-    names = sorted(found, key=lambda path: path.stem == "last")
+    paths = (path for folder in set(folders) for path in Path(folder).glob("*.ckpt"))
+    names = sorted(paths, key=lambda path: path.stem == "last")
     # A file with two names keeps `last`, which comes last in the list.
     unique = {path.resolve(): path for path in names if path.exists()}
     for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
@@ -114,11 +100,13 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises ValueError if there is no checkpoint at this path, or it is damaged.
     """
     if (path / "latest").is_file():
-        with reading(path, "copy the whole checkpoint of DeepSpeed again"):
-            return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
+        with reading(path, "copy the whole checkpoint of DeepSpeed again, or go on with an older version's for a step"):
+            folder = path / (path / "latest").read_text(encoding="utf-8").strip()
+            saved = _load(min(folder.glob("*_model_states.pt"), default=folder / "mp_rank_00_model_states.pt"))
+            return saved | {"state_dict": saved[WHOLE_WEIGHTS]}
     if path.is_dir():
-        found = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
-        raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if found else ''}{', '.join(found)}")
+        files = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
+        raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if files else ''}{', '.join(files)}")
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: give the .ckpt that `lightning fit` wrote")
     return _load(path)
@@ -127,12 +115,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def _load(path: Path) -> dict[str, Any]:
     if is_zipfile(path):  # torch does not compare the checksums in it
         check_complete(path)
-    with readable(path), torch.serialization.safe_globals(PLACEHOLDERS):
+    with reading_checkpoint(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 @contextmanager
-def readable(path: str | Path) -> Iterator[None]:
+def reading_checkpoint(path: str | Path) -> Iterator[None]:
     """Turn what torch raises for a file that it cannot read, or that holds code, into ValueError."""
     try:
         yield
@@ -141,67 +129,3 @@ def readable(path: str | Path) -> Iterator[None]:
             f"{path} is not a readable checkpoint: it is cut off, another kind of file, or holds more than weights and "
             "numbers; give the .ckpt that `lightning fit` wrote"
         ) from error
-
-
-def _read_shards(folder: Path) -> dict[str, Any]:
-    """Read what DeepSpeed's stages 1 to 3 save: only the optimizer's shards hold the weights in float32."""
-    models, shards = ([_load(path) for path in _by_rank(folder, kind)] for kind in ("model", "optim"))
-    if not models or not shards:
-        raise ValueError(f"{folder} lacks the files *_model_states.pt and *_optim_states.pt: copy the checkpoint again")
-    saved, shards = models[0], [shard["optimizer_state_dict"] for shard in shards]
-    count = shards[0]["partition_count"]  # at stages 1 and 2, a list with an entry for each parameter group
-    num_shards = max(count) if isinstance(count, list) else count
-    if len(shards) != num_shards:
-        raise ValueError(
-            f"{folder} holds {len(shards)} of {num_shards} files *_optim_states.pt: copy the rest there too"
-        )
-    groups = saved["param_shapes"]
-    if "fp32_flat_groups" in shards[0]:
-        weights = join_slices([torch.cat(shard["fp32_flat_groups"]) for shard in shards], groups)
-    else:
-        rows = [torch.cat(parts) for parts in zip(*(s["single_partition_of_fp32_groups"] for s in shards), strict=True)]
-        weights = split_rows(rows, groups, shards[0].get("param_alignment_paddings"))
-    buffers = {name: saved["module"][name] for name in saved["buffer_names"]}
-    return saved | {"state_dict": buffers | weights}
-
-
-def _by_rank(folder: Path, kind: str) -> list[Path]:
-    files = folder.glob(f"*_{kind}_states.pt")
-    return sorted(files, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
-
-
-def split_rows(
-    rows: Sequence[Tensor], groups: Sequence[Shapes], paddings: Sequence[Sequence[int]] | None = None
-) -> dict[str, Tensor]:
-    """Split the flat row of each parameter group into its weights, which is the layout of stages 1 and 2.
-
-    ``paddings`` are the numbers of elements after each weight that are not part of it; 0 by default.
-
-    >>> split_rows([torch.tensor([1.0, 2.0, 0.0, 3.0])], [{"a": (2, 1), "b": (1,)}], [[1, 0]])
-    {'a': tensor([[1.],
-            [2.]]), 'b': tensor([3.])}
-    """
-    weights = {}
-    for index, (row, shapes) in enumerate(zip(rows, groups, strict=True)):
-        start = 0
-        for position, (name, shape) in enumerate(shapes.items()):
-            weights[name] = row[start : start + prod(shape)].view(shape)
-            start += prod(shape) + (paddings[index][position] if paddings else 0)
-    return weights
-
-
-def join_slices(rows: Sequence[Tensor], groups: Sequence[Shapes]) -> dict[str, Tensor]:
-    """Join weights that are cut into one slice for each process, which is the layout of stage 3.
-
-    A row holds the slices of a process, one after the other; the last slice of a weight is padded.
-
-    >>> join_slices([torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 0.0, 5.0])], [{"a": (3,)}, {"b": (2,)}])
-    {'a': tensor([1., 2., 3.]), 'b': tensor([4., 5.])}
-    """
-    weights, start = {}, 0
-    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        size = -(-prod(shape) // len(rows))
-        whole = torch.cat([row[start : start + size] for row in rows])
-        weights[name] = whole[: prod(shape)].view(shape)
-        start += size
-    return weights

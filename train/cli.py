@@ -16,8 +16,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from data.files import explained, output_lock, print_traceback, safe_line, safe_messages
+from data.files import explained, output_lock
 from data.hub import shipped_folder
+from data.safe_text import print_traceback, safe_line, safe_messages
 
 
 class Command(NamedTuple):
@@ -32,7 +33,7 @@ COMMANDS = {
     "eval": Command("inference.evaluate.command:evaluate", "measure drafters side by side on benchmarks"),
     "tune": Command("inference.tune:tune", "search the options of a drafter for speed or acceptance"),
     "report": Command(
-        "inference.evaluate.report:report",
+        "inference.evaluate.command:report",
         "make one page of evaluations, compare two, or recount answers",
         ("folders",),
     ),

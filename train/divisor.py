@@ -11,12 +11,13 @@ from drafters.protocol import at_least_one
 class SharedDivisor:
     """Scales the loss so that gradient accumulation over uneven batches equals one large batch.
 
-    The mean of the processes' means is not the mean over all anchors: a process with few anchors would give each of
-    them more weight. Every loss is therefore divided by the mean number of anchors per process, so that the mean of
-    the processes' gradients is the gradient of one large batch. When gradients are accumulated over several batches,
-    each batch is weighted by its number of anchors, and the gradients are divided by the total after the last batch.
-    Some losses have several terms, such as one for each of Medusa's heads, and fewer anchors count in later terms. Such
-    a batch is weighted by the number of anchors in its first term. ``add_up`` sums a tensor over all processes.
+    If each process divided its loss by the number of its anchors, the anchors of a process with few of them would count
+    more. Every loss is therefore divided by the mean number of anchors per process, and the mean of the processes'
+    gradients is the gradient of one large batch. When gradients are accumulated over several batches, each batch is
+    weighted by its number of anchors, and the gradients are divided by the total after the last batch. A loss with
+    several terms, such as one for each of Medusa's heads, is weighted by the number of anchors in its first term.
+
+    ``add_up`` sums a tensor over all processes.
     """
 
     def __init__(self, add_up: Callable[[Tensor], Tensor], num_processes: int) -> None:

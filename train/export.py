@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from data.files import atomic_folder, code_span, escape_markdown, write_checksums, write_text
+from data.files import atomic_folder, write_checksums, write_text
+from data.safe_text import code_span, escape_markdown
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
@@ -18,7 +19,7 @@ from train.checkpoints import read_checkpoint
 from train.formats import vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-Format = Literal["drafters", "vllm"]
+ExportFormat = Literal["drafters", "vllm"]
 ExportedDtype = Literal["bfloat16", "float16", "float32"]
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,7 +29,7 @@ def export(
     out: str,
     base: str | None = None,
     overwrite: bool = False,
-    format: Format = "drafters",
+    format: ExportFormat = "drafters",
     mask_token_id: int | None = None,
     dtype: ExportedDtype | None = None,
     push: str | None = None,
@@ -149,13 +150,13 @@ def _describe_training(saved: dict[str, Any]) -> dict[str, Any]:
 
 def check_written(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
     """Raise ValueError if a folder does not hold a drafter's weights, bit by bit, and its configuration."""
-    written, weights = load_file(folder / "model.safetensors"), drafter.state_dict()
+    stored, weights = load_file(folder / "model.safetensors"), drafter.state_dict()
     if invalid := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise ValueError(
             f"{invalid[0]} of the checkpoint holds numbers that are not finite: take an earlier checkpoint"
         )
-    differing = written.keys() ^ weights.keys()
-    differing |= {name for name in written.keys() - differing if not torch.equal(written[name], weights[name].cpu())}
+    differing = stored.keys() ^ weights.keys()
+    differing |= {name for name in stored.keys() - differing if not torch.equal(stored[name], weights[name].cpu())}
     if differing:
         raise ValueError(f"{min(differing)} was not written as it is in the checkpoint: the disk may be damaged")
     if json.dumps(asdict(checkpoint.read_config(folder))) != json.dumps(asdict(config)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,19 +23,20 @@ from data.features import (
     Shard,
     StoreDtype,
     bytes_per_token,
-    differing_settings,
     row_keys,
     stored_template,
     unpack,
     write_shard,
 )
-from data.files import checksum, hash_of, safe_text
+from data.files import checksum, hash_of
 from data.rows import check_tokens, describe, lengths, tokenise
+from data.safe_text import safe_text
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
+from inference.bases import Dtype
 from inference.runs import folder_above, progress_bars
-from inference.verifier.base import Base, Dtype, base_hash, load_base, prepare_process, resolve_device
+from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
 
 if TYPE_CHECKING:
@@ -88,17 +89,11 @@ def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> Non
     """
     manifest, dtype = store.manifest, str(base.model.dtype).removeprefix("torch.")
     if dtype != manifest.base_dtype:
-        raise ValueError(
-            f"the feature store {store.folder} was written by a base in {manifest.base_dtype}, not in {dtype}: "
-            f"pass --model.base_dtype {manifest.base_dtype}, or write another store"
-        )
+        store.refuse(f"by a base in {manifest.base_dtype}, not in {dtype}", f"--model.base_dtype {manifest.base_dtype}")
     if base_hash(base) != manifest.base_hash:
-        raise ValueError(
-            f"the feature store {store.folder} was written by {manifest.base}, whose weights are not those of "
-            f"{base.name}: pass the base it was written by, or write another store"
-        )
+        store.refuse(f"by {manifest.base}, whose weights are not those of {base.name}", "the base it was written by")
     if not set(layers) <= set(manifest.layers):
-        stored, needed = (",".join(map(str, each)) for each in (manifest.layers, layers))
+        stored, needed = ",".join(map(str, manifest.layers)), ",".join(map(str, layers))
         raise ValueError(
             f"the feature store {store.folder} holds the layers {stored}, but the drafter needs {needed}: "
             f"write one with --layers {needed}"
@@ -162,9 +157,9 @@ def features(
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
     check_tokens(texts, loaded.tokenizer, loaded.config.vocab_size)
     print(describe(texts))
-    rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
-    per_token = bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype)
-    shards = divide_into_shards(rows, per_token, int(shard_megabytes * 2**20))
+    rows = [ShardRow(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
+    shard_bytes = int(shard_megabytes * 2**20)
+    shards = divide_into_shards(rows, bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype), shard_bytes)
     manifest = Manifest(
         base=base,
         base_hash=base_hash(loaded),
@@ -179,39 +174,13 @@ def features(
         rows=hash_of(row.key for shard in shards for row in shard),
         num_rows=sum(map(len, shards)),
         num_tokens=sum(row.length for shard in shards for row in shard),
-        shard_bytes=int(shard_megabytes * 2**20),
+        shard_bytes=shard_bytes,
         files=tuple({"name": file} for file in files),
     )
-    written = find_written_shards(folder, manifest)
-    named = {f"shard-{number:05d}.safetensors": shard for number, shard in enumerate(shards)}
-    missing = {name: shard for name, shard in named.items() if name not in written}
-    print(f"{len(written)} of {len(shards)} shards are there already" if written else f"a new store in {folder}")
-    if missing:
-        num_rows = sum(map(len, missing.values()))
-        num_tokens = sum(row.length for shard in missing.values() for row in shard)
-        num_bytes = num_tokens * per_token + num_rows * BYTES_PER_ROW
-        if num_bytes > (free := shutil.disk_usage(folder_above(folder / MANIFEST)).free):
-            raise ValueError(
-                f"the store needs {decimal(num_bytes)} and {folder} has {decimal(free)} left: "
-                "make room, or pass --dtype int8, fewer --layers or --limit"
-            )
-        print(
-            f"to be written: {decimal(num_bytes)} in {len(missing)} shards of {num_rows:,} conversations, "
-            f"{num_tokens:,} tokens, layers {','.join(map(str, numbers))} in {dtype}",
-            flush=True,
-        )
-        with progress_bars() as bars:
-            task = bars.add_task("conversations", total=num_rows)
-            for name, shard in missing.items():
-                states = compute_rows(loaded, texts, shard, numbers, batch_size)
-                written[name] = write_shard(folder / name, [row.key for row in shard], states, numbers, dtype)
-                bars.advance(task, len(shard))
-                _save(folder, manifest, written)
-    _save(folder, replace(manifest, is_complete=True), written)
-    print(f"wrote {folder}: {decimal(sum(path.stat().st_size for path in folder.iterdir()))} in {len(shards)} shards")
+    write_store(folder, manifest, shards, lambda shard: compute_rows(loaded, texts, shard, numbers, batch_size))
 
 
-class Row(NamedTuple):
+class ShardRow(NamedTuple):
     """A tokenised conversation: its number, its key in a store (a hash of tokens and loss mask), and its length."""
 
     number: int
@@ -233,14 +202,14 @@ def parse_layers(layers: str, num_layers: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) -> list[list[Row]]:
+def divide_into_shards(rows: Sequence[ShardRow], token_bytes: int, shard_bytes: int) -> list[list[ShardRow]]:
     """Return the rows of each shard, longest first; of equal rows only the first is stored.
 
     Every run with the same rows divides them in the same way. A shard is larger than ``shard_bytes`` only if a single
     row is.
     """
     first = {row.key: row for row in reversed(rows)}
-    shards: list[list[Row]] = []
+    shards: list[list[ShardRow]] = []
     size = shard_bytes
     for row in sorted((row for row in rows if row is first[row.key]), key=lambda row: row.length, reverse=True):
         num_bytes = row.length * token_bytes + BYTES_PER_ROW
@@ -252,7 +221,47 @@ def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) 
     return shards
 
 
-def find_written_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
+def write_store(
+    folder: Path,
+    manifest: Manifest,
+    shards: Sequence[Sequence[ShardRow]],
+    compute: Callable[[Sequence[ShardRow]], Iterable[dict[str, Any]]],
+) -> None:
+    """Write the shards that no earlier run has finished, of the rows that ``compute`` yields, and the manifest.
+
+    Raises ValueError if the folder holds another store or other files, or the disk has no room for the shards.
+    """
+    finished = find_finished_shards(folder, manifest)
+    planned = {f"shard-{number:05d}.safetensors": shard for number, shard in enumerate(shards)}
+    missing = {name: shard for name, shard in planned.items() if name not in finished}
+    print(f"{len(finished)} of {len(shards)} shards are there already" if finished else f"a new store in {folder}")
+    if missing:
+        num_rows = sum(map(len, missing.values()))
+        num_tokens = sum(row.length for shard in missing.values() for row in shard)
+        per_token = bytes_per_token(len(manifest.layers), manifest.hidden_size, manifest.dtype)
+        num_bytes = num_tokens * per_token + num_rows * BYTES_PER_ROW
+        if num_bytes > (free := shutil.disk_usage(folder_above(folder / MANIFEST)).free):
+            raise ValueError(
+                f"the store needs {decimal(num_bytes)} and {folder} has {decimal(free)} left: "
+                "make room, or pass --dtype int8, fewer --layers or --limit"
+            )
+        print(
+            f"to be written: {decimal(num_bytes)} in {len(missing)} shards of {num_rows:,} conversations, "
+            f"{num_tokens:,} tokens, layers {','.join(map(str, manifest.layers))} in {manifest.dtype}",
+            flush=True,
+        )
+        with progress_bars() as bars:
+            task = bars.add_task("conversations", total=num_rows)
+            for name, shard in missing.items():
+                keys = [row.key for row in shard]
+                finished[name] = write_shard(folder / name, keys, compute(shard), manifest.layers, manifest.dtype)
+                bars.advance(task, len(shard))
+                replace(manifest, shards=tuple(finished[name] for name in sorted(finished))).save(folder)
+    replace(manifest, shards=tuple(finished[name] for name in planned), is_complete=True).save(folder)
+    print(f"wrote {folder}: {decimal(sum(path.stat().st_size for path in folder.iterdir()))} in {len(shards)} shards")
+
+
+def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
     """Return the shards of an earlier run that have their checksums, by file name.
 
     Raises ValueError if the folder holds another store, or other files.
@@ -262,10 +271,10 @@ def find_written_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
             raise ValueError(f"{folder} holds other files: give another --out")
         return {}
     earlier = Manifest.read(folder)
-    if changed := differing_settings(manifest, earlier):
-        name, theirs, ours = changed[0], getattr(earlier, changed[0]), getattr(manifest, changed[0])
-        name = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
-        raise ValueError(f"{folder} holds a store of another {name} ({theirs}, not {ours}): give another --out")
+    if name := manifest.differing_setting(earlier):
+        values = f"{getattr(earlier, name)}, not {getattr(manifest, name)}"
+        setting = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
+        raise ValueError(f"{folder} holds a store of another {setting} ({values}): give another --out")
     return {
         shard.file: shard
         for shard in earlier.shards
@@ -274,7 +283,7 @@ def find_written_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
 
 
 def compute_rows(
-    base: Base, texts: Dataset, rows: Sequence[Row], layers: Sequence[int], batch_size: int
+    base: Base, texts: Dataset, rows: Sequence[ShardRow], layers: Sequence[int], batch_size: int
 ) -> Iterator[dict[str, Any]]:
     """Yield for each row what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
     for start in range(0, len(rows), batch_size):
@@ -289,8 +298,3 @@ def compute_rows(
                 "hidden": states[: len(tokens)],
                 "labels": labels[: len(tokens)],
             }
-
-
-def _save(folder: Path, manifest: Manifest, written: Mapping[str, Shard]) -> None:
-    shards = tuple(shard for _, shard in sorted(written.items()))
-    replace(manifest, shards=shards).save(folder)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from data.files import code_span, escape_markdown, safe_line, write_text
+from data.files import write_text
+from data.safe_text import code_span, escape_markdown, safe_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -49,8 +50,8 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
     if place.exists() and place.samefile(folder):
         raise ValueError(f"{out} is the folder that is read: give another one")
     source = read_public_checkpoint(Path(folder))
-    kind = kind_of(source)
-    name = base or source.algorithm.verifier.name_or_path or source.config.get("target_model_name_or_path")
+    kind = method_of(source)
+    name = base or source.speculators.verifier.name_or_path or source.config.get("target_model_name_or_path")
     if not isinstance(name, str):
         raise ValueError("--base is missing: this drafter's config.json does not name the base it was trained for")
     dtype: Any = read_target(name).stored_dtype  # the base's own, so that copies of its weights are equal
@@ -73,7 +74,7 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
         print(f"left out: {part}")
 
 
-def kind_of(source: PublicCheckpoint) -> str:
+def method_of(source: PublicCheckpoint) -> str:
     """The method of a checkpoint: ``eagle``, ``eagle3``, ``dflash`` or ``dspark``; raise ValueError for another."""
     algorithm = source.config.get("speculators_model_type")
     if algorithm is not None:

@@ -37,12 +37,14 @@ def load_initial(
     loaded, config = checkpoint.load(drafter_folder(folder))
     check_fit(config, base)
     drafter = build(config.base)
-    ours, theirs = type(drafter), type(loaded)
-    if ours is not theirs:
-        raise ValueError(f"the drafter in {folder} is {theirs.__name__}, and model.drafter is {ours.__name__}")
+    names = type(drafter).__name__, type(loaded).__name__
+    if type(drafter) is not type(loaded):
+        raise ValueError(f"the drafter in {folder} is {names[1]}, and model.drafter is {names[0]}")
     differing: dict[str, Any] = {}
     if isinstance(recipe_node, Mapping):
-        given, stored = (_fixed_options(theirs, args) for args in (recipe_node["init_args"] or {}, config.init_args))
+        given, stored = (
+            _fixed_options(type(loaded), args) for args in (recipe_node["init_args"] or {}, config.init_args)
+        )
         stored = {name: value for name, value in stored.items() if value or name not in ADDED}
         differing = {name: value for name, value in stored.items() if given.get(name) != value}
     if drafter.required_outputs.hidden_layers != loaded.required_outputs.hidden_layers:

@@ -96,8 +96,8 @@ class DrafterCLI(LightningCLI):
 
         There is no predict for drafters. The parsers of further subcommands would take most of the time to parse.
         """
-        known = {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
-        return {name: known[name] for name in sys.argv[1:2] if name in known} or known
+        commands = {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+        return {name: commands[name] for name in sys.argv[1:2] if name in commands} or commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ExactResume, "resume")
@@ -149,4 +149,4 @@ class DrafterCLI(LightningCLI):
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [ShortProgressBar() if type(each) is RichProgressBar else each for each in callbacks]
+        callbacks[:] = [ShortProgressBar() if type(callback) is RichProgressBar else callback for callback in callbacks]

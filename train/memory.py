@@ -4,10 +4,8 @@ import copy
 import resource
 import sys
 import weakref
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
@@ -20,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from data.files import SafeConsole, cause_of
+from data.files import cause_of
 from data.rows import lengths
-from drafters.losses.chunks import CUDA_MAX_BYTES, chunks
-from drafters.nn.anchor_attention import AnchorMask
+from data.safe_text import SafeConsole
+from drafters.dry_run import dry_run
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
 from train.module import DrafterTraining
 from train.strategies import FSDP2
@@ -41,9 +39,10 @@ class MemoryEstimate(L.Callback):
         if stage != "fit" or not trainer.is_global_zero or not isinstance(pl_module, DrafterTraining) or data is None:
             return
         base, drafter = pl_module.base, pl_module.drafter
-        counts = (f"{sum(weight.numel() for weight in each.parameters()):,}" for each in (drafter, base.model))
-        what = "training {} parameters of {}; the base {} stays frozen ({} parameters, {})"
-        print(what.format(next(counts), type(drafter).__name__, base.name, next(counts), base.model.dtype))
+        print(
+            f"training {num_parameters(drafter):,} parameters of {type(drafter).__name__}; "
+            f"the base {base.name} stays frozen ({num_parameters(base.model):,} parameters, {base.model.dtype})"
+        )
         longest, max_tokens = max(lengths(data.train_set)), data.hparams["max_tokens"]
         fitting = max(1, max_tokens // longest) if max_tokens else data.hparams["batch_size"]
         size = min(data.hparams["batch_size"], fitting), longest
@@ -88,7 +87,7 @@ def memory_parts(
     # In a layer, the gate and the up projection and their product; then the logits of one text.
     layer = num_tokens * (4 * shape.hidden_size + 3 * shape.intermediate_size)
     forward = head.element_size() * max(layer, size[1] * shape.vocab_size)
-    step = step_bytes(drafter, base.base_weights, size, autocast_dtype, device == "cuda")
+    step = step_bytes(drafter, base.base_weights, size, autocast_dtype, device)
     update = weights * share if device == "cuda" else 0  # AdamW takes the roots of all second moments at once
     return {
         "weights of the base": of_base,
@@ -104,7 +103,7 @@ def step_bytes(
     base_weights: BaseWeights,
     size: tuple[int, int],
     autocast_dtype: torch.dtype | None = None,
-    is_gpu: bool = False,
+    device_type: str = "cpu",
 ) -> int:
     """Return the bytes that a loss and its backward pass need besides weights, gradients and hidden states.
 
@@ -126,15 +125,7 @@ def step_bytes(
     ids, mask = token.repeat(size), torch.ones(size, dtype=torch.bool)
     existing = [*trained.parameters(), *trained.buffers(), embedding, head, last, hidden, ids, mask]
     existing += [weight.grad for weight in trained.parameters() if weight.grad is not None]
-    with ExitStack() as around:
-        for module in [module for name, module in sys.modules.items() if name.startswith("drafters.")]:
-            if vars(module).get("chunks") is chunks:  # no chunk of a loss needs more than the first
-                around.enter_context(mock.patch.object(module, "chunks", lambda *sizes: chunks(*sizes)[:1]))
-        if is_gpu:  # FlexAttention cannot run without data; attention without a mask stores the same
-            around.enter_context(mock.patch.object(AnchorMask, "best", lambda self: None))
-            around.enter_context(mock.patch("drafters.losses.chunks.MAX_BYTES", CUDA_MAX_BYTES))
-        around.enter_context(torch.random.fork_rng(devices=[]))
-        live = around.enter_context(LiveBytes(*existing))
+    with dry_run(device_type), torch.random.fork_rng(devices=[]), LiveBytes(*existing) as live:
         with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
             loss, _ = trained.loss(TrainingBatch(hidden, last, ids, ids, mask), BaseWeights(embedding, head))
         loss.backward()
@@ -168,6 +159,11 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, address: int, num_bytes: int) -> None:
         self._storages.discard(address)
         self.now -= num_bytes
+
+
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of a module's weights."""
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def num_bytes(module: nn.Module) -> float:

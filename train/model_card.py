@@ -5,8 +5,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data.files import code_span, escape_markdown, safe_line, yaml_line
 from data.hub import find_base, reason_of, split_revision
+from data.safe_text import code_span, escape_markdown, safe_line, yaml_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 

@@ -15,13 +15,14 @@ from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.bases import QUANTIZED_DTYPES
-from inference.verifier.base import Base, Dtype, base_hash, load_base, prepare_process
+from inference.bases import QUANTIZED_DTYPES, Dtype
+from inference.verifier.base import Base, base_hash, load_base, prepare_process
+from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
+from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, whole_weights
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -216,6 +217,10 @@ class DrafterTraining(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["measured"] = self.measured
+        if is_deepspeed(self.trainer):
+            weights = whole_weights(self.drafter)
+            if self.trainer.is_global_zero:
+                checkpoint[WHOLE_WEIGHTS] = {f"drafter.{name}": weight for name, weight in weights.items()}
         checkpoint["base"] = {
             "shape": vars(self.shape),
             "name": self.base.name,
@@ -225,21 +230,21 @@ class DrafterTraining(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse the checkpoint of another drafter, or one that was trained for another base."""
-        self.measured, theirs = checkpoint["measured"], checkpoint["base"]
+        self.measured, trained_for = checkpoint["measured"], checkpoint["base"]
         # Rotations and norms depend on more of the shape than the weights show.
-        ours = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
+        expected = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
         if self.trainer.state.fn == TrainerFn.FITTING:
-            ours["weights_hash"] = self.base_hash()
-        if differing := [name for name, value in ours.items() if theirs[name] != value]:
+            expected["weights_hash"] = self.base_hash()
+        if differing := [name for name, value in expected.items() if trained_for[name] != value]:
             raise ValueError(
-                f"the checkpoint was trained for {theirs['name']}, whose {differing[0]} is not that of "
+                f"the checkpoint was trained for {trained_for['name']}, whose {differing[0]} is not that of "
                 f"{self.base.name}: give model.base, model.base_dtype and model.initial_drafter as they were"
             )
         weights = checkpoint.get("state_dict", self.state_dict())  # a sharding strategy has loaded them already
-        mine, stored = ({(name, w.shape) for name, w in state.items()} for state in (self.state_dict(), weights))
-        if mine != stored:
+        shapes = {(name, weight.shape) for name, weight in self.state_dict().items()}
+        if other_shapes := shapes ^ {(name, weight.shape) for name, weight in weights.items()}:
             raise ValueError(
-                f"the checkpoint holds another drafter than the config ({min(mine ^ stored)[0]} differs): "
+                f"the checkpoint holds another drafter than the config ({min(other_shapes)[0]} differs): "
                 "pass the config it was trained with"
             )
 

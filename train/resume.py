@@ -23,8 +23,8 @@ EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGINT: 130}
 
 def savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
     """The callbacks that save checkpoints, first the one that keeps ``last.ckpt``, if there is one."""
-    found = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return sorted(found, key=lambda saver: not saver.save_last)
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return sorted(callbacks, key=lambda saver: not saver.save_last)
 
 
 def save_last(trainer: L.Trainer) -> bool:
@@ -131,10 +131,9 @@ class ExactResume(L.Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self.other_data:
             return
-        before, now = checkpoint["data"], describe_data(trainer)
-        self._data = now
-        differing = [name for name in now if before.get(name) != now[name]]
-        if changes := [f"{name} was {before.get(name)}, is {now[name]}" for name in differing]:
+        before, self._data = checkpoint["data"], describe_data(trainer)
+        changed = {name: value for name, value in self._data.items() if before.get(name) != value}
+        if changes := [f"{name} was {before.get(name)}, is {value}" for name, value in changed.items()]:
             raise ValueError(
                 f"the checkpoint was trained on other data or batches ({'; '.join(changes)}): go back to them, or "
                 "pass --resume.other_data true to go on all the same"
@@ -175,15 +174,14 @@ def correct_resume_position(loops: dict[str, Any], trainer: L.Trainer) -> None:
     batch, validated = loop.batch_progress.current, loop.val_loop.batch_progress
     is_between_batches = batch.processed == batch.ready
     num_waiting = batch.processed % trainer.accumulate_grad_batches
+    is_validated = validated.is_last_batch and validated.current.completed == validated.current.ready
+    in_batch_end = trainer.training and is_between_batches and batch.completed < batch.ready  # on_train_batch_end
     if loop._should_accumulate() if is_between_batches else num_waiting:
         _repeat_batches(loops, num_waiting)
-    elif trainer.validating:
-        if not (validated.is_last_batch and validated.current.completed == validated.current.ready):
-            _start_with_validation(loops)
-    elif trainer.training and is_between_batches and batch.completed < batch.ready:  # in on_train_batch_end
-        is_due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        if is_due:
-            _start_with_validation(loops)
+    elif (trainer.validating and not is_validated) or (
+        in_batch_end and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    ):
+        _start_with_validation(loops)
 
 
 def _repeat_batches(loops: dict[str, Any], num_batches: int) -> None:

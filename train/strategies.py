@@ -76,6 +76,16 @@ def is_deepspeed(trainer: L.Trainer) -> bool:
     return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
+def whole_weights(drafter: LearnedDrafter) -> dict[str, torch.Tensor]:
+    """The weights in float32 of a drafter that DeepSpeed shards; all processes must ask for them at once."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {
+        name: safe_get_full_fp32_param(weight).cpu() if weight.requires_grad else weight.detach().cpu()
+        for name, weight in drafter.state_dict(keep_vars=True).items()
+    }
+
+
 def enable_activation_checkpointing(drafter: LearnedDrafter) -> None:
     """Recompute the layers of the drafter's trunk in the backward pass instead of storing their activations.
 

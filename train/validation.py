@@ -6,8 +6,10 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchmetrics import Metric
 
+from data.batches import collate
 from drafters.protocol import BaseWeights, LearnedDrafter, Limits
 from drafters.tree import DraftTree
 from inference.verifier.base import Base
@@ -87,20 +89,16 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
             f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
             "lower data.max_length, or set model.val_answers to text"
         )
-    padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
-    is_token = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
+    padded = pad_sequence(prompts, batch_first=True, padding_side="left")
+    is_token = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
     with torch.autocast(padded.device.type, enabled=False):
-        answers = base.greedy(padded, is_token.long(), max_new_tokens)
-    texts, masks = [], []
+        answers = base.greedy(padded, is_token, max_new_tokens)
+    rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        ends = [int(position) for token in base.eos for position in (answer == token).nonzero()]
-        texts.append(torch.cat([prompt, answer[: min(ends) + 1] if ends else answer]).cpu())
-        masks.append(torch.arange(len(texts[-1])) >= len(prompt))
-    return {
-        "input_ids": torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
-        "loss_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_value=False),
-        "lengths": torch.tensor([len(text) for text in texts]),
-    }
+        length = next((end for end, token in enumerate(answer.tolist(), 1) if token in base.eos), len(answer))
+        text = torch.cat([prompt, answer[:length]]).cpu()
+        rows.append({"input_ids": text, "loss_mask": torch.arange(len(text)) >= len(prompt)})
+    return collate(rows)
 
 
 # ---- the simulation
@@ -127,21 +125,19 @@ def draft_answer(
 
 
 def simulated_steps(
-    trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int], max_nodes: int | None = None
+    trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int]
 ) -> Iterator[tuple[DraftTree, int]]:
     """Decode an answer with the trees that `draft_answer` drafted for it: yield each step's tree and emitted tokens.
 
     If the base writes this text greedily, these are the steps of a session. The one difference: a session under a
     length cap makes its last trees less deep. The first token of ``span``, the half-open range of the answer, is the
-    prefill's, which is no step. Of each tree only the first ``max_nodes`` are used, if given.
+    prefill's, which is no step.
     """
     start, end = span
     root = start
     while root < end - 1:
         tree = trees[root - start]
-        path = tree.follow(tokens[root + 1 : end])
-        num_accepted = len(path) if max_nodes is None else sum(node < max_nodes for node in path)
-        num_emitted = min(num_accepted + 1, end - 1 - root)
+        num_emitted = min(len(tree.follow(tokens[root + 1 : end])) + 1, end - 1 - root)
         yield tree, num_emitted
         root += num_emitted
 

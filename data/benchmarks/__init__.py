@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 
 from data.benchmarks import dialogue, mathematics, programs, texts
-from data.benchmarks.question import Benchmark, Question, Run, Style
-from data.files import MALFORMED, cause_of, check_encodable, open_bytes, reading
+from data.benchmarks.question import Benchmark, ProgramRunner, Question, Style
+from data.files import MALFORMED, cause_of, check_encodable
 from data.sources import Rows, read_rows
 
 BENCHMARKS = dialogue.BENCHMARKS | mathematics.BENCHMARKS | programs.BENCHMARKS | texts.BENCHMARKS
@@ -36,25 +36,20 @@ def load_questions(name: str, questions: str | None = None) -> list[Question]:
     Args:
         name: One of `BENCHMARKS`, with ``:STYLE`` appended for a prompt style other than the first.
         questions: A JSONL (also .gz), JSON or Parquet file with the columns of the benchmark or of its copy on the hub.
-            wmt16 also reads two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
-            ``FILE,TRAIN_FILE``. By default the questions come from the hub.
+            A style with examples reads them from a second file, ``FILE,TRAIN_FILE``. By default the questions come from
+            the hub.
     """
     benchmark, style = find_benchmark(name)
     files = [questions] if questions and Path(questions).expanduser().is_file() else (questions or "").split(",")
     files = [file for file in files if file]
-    num_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
-    if len(files) > num_files + bool(style.num_shots) or 0 < len(files) < num_files:
+    if len(files) > 1 + bool(style.num_shots):
         raise ValueError(f"{questions}: no such file, and {len(files)} files, which commas separate, do not fit {name}")
-    if num_files > 1:
-        rows = _parallel_rows(files[:num_files], benchmark.parallel)
-    else:
-        rows = _rows(name, files[0] if files else benchmark.source)
-    loaded = _read(name, rows, benchmark.ids)
+    loaded = _read(name, _rows(name, files[0] if files else benchmark.source), benchmark.ids)
     if not loaded:
         raise ValueError(f"{questions or benchmark.source} holds no question of {name}: give another file")
     shots: list[Question] = []
     if style.num_shots:
-        others = files[num_files:] or (files if benchmark.shot_ids else [])
+        others = files[1:] or (files if benchmark.shot_ids else [])
         if files and not others:
             raise ValueError(f"{name} shows examples of the train split: give {files[0]},TRAIN_FILE")
         rows = _rows(name, others[0] if others else benchmark.shots)
@@ -67,7 +62,7 @@ def load_questions(name: str, questions: str | None = None) -> list[Question]:
 
 def _rows(name: str, source: str | None) -> Rows:
     """Yield the rows of a source with their places, which begin with the source."""
-    place = find_benchmark(name)[0].download
+    place = find_benchmark(name)[0].where_to_download
     download = f"download {place} and give that file" if place else f"write {name}=FILE"
     if source == "embedded":
         source = str(Path(__file__).with_name("embedded.jsonl"))
@@ -80,18 +75,6 @@ def _rows(name: str, source: str | None) -> Rows:
             raise
         raise ValueError(f"{error}; or {download}") from error
     return ((f"{source} {place}", row) for place, row in rows)
-
-
-def _parallel_rows(files: Sequence[str], names: Sequence[str]) -> Rows:
-    columns = []
-    for file in files:
-        with reading(file, "give a text file with a line per row"), open_bytes(Path(file).expanduser()) as stream:
-            columns.append(stream.read().decode("utf-8-sig").removesuffix("\n").split("\n"))
-    if len({len(lines) for lines in columns}) > 1:
-        lengths = ", ".join(f"{file} has {len(lines)} lines" for file, lines in zip(files, columns, strict=True))
-        raise ValueError(f"the files do not belong together: {lengths}")
-    for number, row in enumerate(zip(*columns, strict=True), 1):
-        yield f"{files[0]} line {number}", dict(zip(names, row, strict=True))
 
 
 def _read(name: str, rows: Rows, ids: range | None) -> list[Question]:
@@ -118,7 +101,9 @@ def _read(name: str, rows: Rows, ids: range | None) -> list[Question]:
     return list(loaded.values())
 
 
-def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: Run | None = None) -> dict[str, float]:
+def score(
+    name: str, questions: Sequence[Question], texts: Sequence[str], run: ProgramRunner | None = None
+) -> dict[str, float]:
     """Score one text per question, without its reasoning, in percent.
 
     The score is empty if the benchmark has no references, or if its programs are not run or its package is missing.
@@ -131,8 +116,8 @@ def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: R
     ]
     if not pairs or benchmark.score is None or needs_package(name) or (benchmark.runs_code and run is None):
         return {}
-    asked, written = map(list, zip(*pairs, strict=True))
-    return benchmark.score(asked, written, *([run] if benchmark.runs_code else []))
+    with_references, answers = map(list, zip(*pairs, strict=True))
+    return benchmark.score(with_references, answers, *([run] if benchmark.runs_code else []))
 
 
 def needs_package(name: str) -> str:

@@ -40,12 +40,12 @@ def read_spec_bench(row: Mapping, index: int) -> Question:
 def score_by_task(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Score the tasks of Spec-Bench that have a measure: mathematics, summaries and translations."""
     measures = {"math_reasoning": exact_match, "summarization": rouge, "translation": bleu_and_chrf}
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for task, measure in measures.items():
         pairs = [pair for pair in zip(questions, texts, strict=True) if pair[0].category == task]
         if pairs:
-            found |= measure(*map(list, zip(*pairs, strict=True)))
-    return found
+            scores |= measure(*map(list, zip(*pairs, strict=True)))
+    return scores
 
 
 def read_any(row: Mapping, index: int) -> Question:
@@ -57,20 +57,20 @@ def read_any(row: Mapping, index: int) -> Question:
     rounds = row["turns"] if "turns" in row else [text(row, "prompt")]
     if not isinstance(rounds, list):
         raise ValueError("turns is not a list")
-    asked = [each for each in rounds if not (isinstance(each, Mapping) and each.get("role", "user") != "user")]
-    turns = tuple(text(each, "content") if isinstance(each, Mapping) else each for each in asked)
+    of_user = [turn for turn in rounds if not (isinstance(turn, Mapping) and turn.get("role", "user") != "user")]
+    turns = tuple(text(turn, "content") if isinstance(turn, Mapping) else turn for turn in of_user)
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError("turns is not a list of texts of the user")
     if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
         raise ValueError("its text has to be fetched first by SPEED-Bench's own script, prepare_data.py")
     number = row.get("question_id")
-    own_id = number if isinstance(number, int) and not isinstance(number, bool) else index
+    question_id = number if isinstance(number, int) and not isinstance(number, bool) else index
     system, tools = row.get("system") or "", row.get("tools") or []
     if not isinstance(system, str):
         raise ValueError("system is not a text")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
-    return Question(own_id, str(row.get("category") or "no category"), turns, system=system, tools=tuple(tools))
+    return Question(question_id, str(row.get("category") or "no category"), turns, system=system, tools=tuple(tools))
 
 
 def read_instruction(row: Mapping, index: int) -> Question:
@@ -91,43 +91,43 @@ BENCHMARKS = {
     # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
         "hub:HuggingFaceH4/mt_bench_prompts@e3a795c5e9a82ee40611c416b8a7786c73198991",
-        "question.jsonl of lm-sys/FastChat",
         FIELDS,
         read_turns,
         max_new_tokens=512,
+        download="question.jsonl of lm-sys/FastChat",
     ),
     "spec_bench": Benchmark(
         None,
-        "data/spec_bench/question.jsonl of hemingkx/Spec-Bench",
         FIELDS,
         read_spec_bench,
         max_new_tokens=1024,
+        download="data/spec_bench/question.jsonl of hemingkx/Spec-Bench",
         score=score_by_task,
     ),
     **{
         name: Benchmark(
             f"hub:nvidia/SPEED-Bench@487aa718444e816458d1a0a52bfce7a454285cf4:{configuration}:test",
-            f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
             "category, turns",
             read_any,
             max_new_tokens=1024,
+            download=f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
         )
         for name, configuration in SPEED_BENCH_CONFIGURATIONS.items()
     },
     "alpaca": Benchmark(
         "hub:tatsu-lab/alpaca@dce01c9b08f87459cf36a430d809084718273017",
-        "the instructions of tatsu-lab/stanford_alpaca as JSONL",
         "instruction, input (or turns)",
         read_instruction,
         max_new_tokens=512,
+        download="the instructions of tatsu-lab/stanford_alpaca as JSONL",
     ),
     "arena_hard": Benchmark(
         "hub:lmarena-ai/arena-hard-auto-v0.1@2a69efe86cff85c593cfd4c2b4491c128e52c6f1",
-        "question.jsonl of lmarena-ai/arena-hard-auto",
         "turns (or prompt)",
         read_any,
         max_new_tokens=1024,
+        download="question.jsonl of lmarena-ai/arena-hard-auto",
     ),
-    "file": Benchmark(None, "", "turns", read_any, max_new_tokens=512),
-    "embedded": Benchmark("embedded", "", FIELDS, read_turns, max_new_tokens=256),
+    "file": Benchmark(None, "turns", read_any, max_new_tokens=512),
+    "embedded": Benchmark("embedded", FIELDS, read_turns, max_new_tokens=256),
 }

@@ -2,15 +2,12 @@
 
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from functools import cache
-from typing import NoReturn
 
 from data.benchmarks.question import Benchmark, Question, Style, text
+from data.computing_limit import computing_limit
 
 # The instruction before each question in the GSM8K evaluation released with CTC-drafter (Apache-2.0).
 CTC_INSTRUCTION = (
@@ -25,7 +22,7 @@ MARKED = re.compile(rf"#{{3,}}[ ]*({NUMBER})[ .$%]*$", re.MULTILINE)
 JUDGEMENT_SECONDS = 10.0  # of processor time for one formula, most of which take milliseconds
 
 
-def read(row: Mapping, index: int) -> Question:
+def read_gsm8k(row: Mapping, index: int) -> Question:
     """Read a row of GSM8K: question, answer. The id is the index in the file."""
     return Question(index, "math", (text(row, "question"),), text(row, "answer"))
 
@@ -34,7 +31,7 @@ def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     """Percentage of answers whose final number equals that of the reference."""
     pairs = zip(questions, texts, strict=True)
     numbers = [(final_number(text), final_number(question.reference or "")) for question, text in pairs]
-    right = [own is not None and own == expected for own, expected in numbers]
+    right = [number is not None and number == expected for number, expected in numbers]
     return {"exact match": 100 * sum(right) / len(right)}
 
 
@@ -69,9 +66,10 @@ def boxed_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     pairs = zip(questions, texts, strict=True)
     judgements = [is_right_formula(question.reference or "", text) for question, text in pairs]
     judged = [is_right for is_right in judgements if is_right is not None]
-    found = {"exact match": 100 * sum(judged) / len(judged)} if judged else {}
-    num_missing = len(judgements) - len(judged)
-    return found | ({"not judged": 100 * num_missing / len(judgements)} if num_missing else {})
+    scores = {"exact match": 100 * sum(judged) / len(judged)} if judged else {}
+    if num_missing := len(judgements) - len(judged):
+        scores["not judged"] = 100 * num_missing / len(judgements)
+    return scores
 
 
 @cache
@@ -85,7 +83,7 @@ def is_right_formula(reference: str, text: str) -> bool | None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeouts
     try:
-        with _time_limit(JUDGEMENT_SECONDS):
+        with computing_limit(JUDGEMENT_SECONDS, _Expired()):
             expected = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
             return bool(verify(expected, parse(text, parsing_timeout=None), timeout_seconds=None))
     except _Expired:
@@ -96,58 +94,23 @@ class _Expired(BaseException):
     """Ends a judgement; math-verify catches every Exception."""
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `_Expired` in the block once the process has computed for this long; other threads have no limit."""
-
-    def stop(*_: object) -> NoReturn:
-        raise _Expired
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
-        yield
-        return
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
-
-
-def _boxed(source: str, download: str, max_new_tokens: int) -> Benchmark:
+def _boxed(source: str, max_new_tokens: int) -> Benchmark:
     styles = {"boxed": Style("{question}" + BOX_INSTRUCTION), "plain": Style()}
     fields = "problem (or prompt), answer"
-    return Benchmark(source, download, fields, read_boxed, max_new_tokens, styles, boxed_match, package="math_verify")
+    return Benchmark(source, fields, read_boxed, max_new_tokens, styles, boxed_match, package="math_verify")
 
 
 BENCHMARKS = {
-    "math500": _boxed(
-        "hub:HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be:test",
-        "test.jsonl of HuggingFaceH4/MATH-500",
-        max_new_tokens=1024,
-    ),
-    "aime24": _boxed(
-        "hub:HuggingFaceH4/aime_2024@2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
-        "the problems of AIME 2024 as JSONL",
-        max_new_tokens=2048,
-    ),
-    "aime25": _boxed(
-        "hub:math-ai/aime25@563bb8404243c5f09de6ec262f2db674fe5bce9b:test",
-        "test.jsonl of math-ai/aime25",
-        max_new_tokens=2048,
-    ),
-    "aime26": _boxed(
-        "hub:MathArena/aime_2026@d2de22f3c656b4f56cf8981212186377d1e23bc3",
-        "the problems of AIME 2026 as JSONL",
-        max_new_tokens=2048,
-    ),
+    "math500": _boxed("hub:HuggingFaceH4/MATH-500@6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be:test", 1024),
+    "aime24": _boxed("hub:HuggingFaceH4/aime_2024@2fe88a2f1091d5048c0f36abc874fb997b3dd99a", 2048),
+    "aime25": _boxed("hub:math-ai/aime25@563bb8404243c5f09de6ec262f2db674fe5bce9b:test", 2048),
+    "aime26": _boxed("hub:MathArena/aime_2026@d2de22f3c656b4f56cf8981212186377d1e23bc3", 2048),
     "gsm8k": Benchmark(
         "hub:openai/gsm8k@740312add88f781978c0658806c59bc2815b9866:main:test",
-        "test.jsonl of openai/grade-school-math",
         "question, answer",
-        read,
+        read_gsm8k,
         max_new_tokens=256,
+        download="test.jsonl of openai/grade-school-math",
         styles={
             "plain": Style(),
             "ctc": Style(CTC_INSTRUCTION + "{question}"),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from data.benchmarks.question import Benchmark, Checks, Question, Run, Style, fill, text
+from data.benchmarks.question import Benchmark, Checks, ProgramRunner, Question, Style, fill, text
 
 # The stop sequences that Codex uses for HumanEval (Chen et al. 2021).
 FUNCTION_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
@@ -51,13 +51,13 @@ def read_mbpp_plus(row: Mapping, index: int) -> Question:
 def read_livecodebench(row: Mapping, index: int) -> Question:
     """Read a row of LiveCodeBench: question_content, perhaps starter_code. Its tests are not run."""
     starter = row.get("starter_code") or ""
-    asked = text(row, "question_content")
+    problem = text(row, "question_content")
     form = f"Continue this code:\n\n```python\n{starter.rstrip()}\n```" if starter else "Read stdin, write to stdout."
     category = str(row.get("difficulty") or "coding")
-    return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
+    return Question(index, category, (f"{problem}\n\nSolve the problem in Python. {form}",))
 
 
-def pass_at_1(questions: Sequence[Question], texts: Sequence[str], run: Run) -> dict[str, float]:
+def pass_at_1(questions: Sequence[Question], texts: Sequence[str], run: ProgramRunner) -> dict[str, float]:
     """Percentage of programs that pass their tests, one program per task (Chen et al. 2021 with n = k = 1)."""
     passed = [run(program(question, text)) for question, text in zip(questions, texts, strict=True)]
     return {"pass@1": 100 * sum(passed) / len(passed)}
@@ -83,10 +83,9 @@ def program(question: Question, text: str) -> str:
     return f"{prefix}{code}\n\n{question.checks.tests}\n"
 
 
-def _humaneval(source: str, download: str) -> Benchmark:
+def _humaneval(source: str, download: str = "") -> Benchmark:
     return Benchmark(
         source,
-        download,
         "task_id, prompt, entry_point, canonical_solution, test",
         read_humaneval,
         max_new_tokens=512,
@@ -97,16 +96,17 @@ def _humaneval(source: str, download: str) -> Benchmark:
         },
         score=pass_at_1,
         runs_code=True,
+        download=download,
     )
 
 
 def _mbpp(split: str, ids: range) -> Benchmark:
     return Benchmark(
         f"{MBPP}:{split}",
-        "mbpp.jsonl of google-research/mbpp",
         "task_id, text, code, test_list",
         read_mbpp,
         max_new_tokens=512,
+        download="mbpp.jsonl of google-research/mbpp",
         styles={
             "instruct": Style(WRITE),
             "shots": Style(TASK, TASK + "{answer}\n[DONE]\n", num_shots=3, is_raw=True, stops=("[DONE]",)),
@@ -124,15 +124,11 @@ BENCHMARKS = {
         "hub:openai/openai_humaneval@7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544:test",
         "HumanEval.jsonl.gz of openai/human-eval",
     ),
-    "humaneval_plus": _humaneval(
-        "hub:evalplus/humanevalplus@d32357cf319e50e9c8d8dab5ea876c72b0fd321b:test",
-        "the test split of evalplus/humanevalplus",
-    ),
+    "humaneval_plus": _humaneval("hub:evalplus/humanevalplus@d32357cf319e50e9c8d8dab5ea876c72b0fd321b:test"),
     "mbpp": _mbpp("test", range(11, 511)),
     "mbpp_validation": _mbpp("validation", range(511, 601)),
     "mbpp_plus": Benchmark(
         "hub:evalplus/mbppplus@b2d74c91837c3f2a20c1299ae98133cbe7cfa077:test",
-        "the test split of evalplus/mbppplus",
         "task_id, prompt, code, test_list, test",
         read_mbpp_plus,
         max_new_tokens=512,
@@ -142,7 +138,6 @@ BENCHMARKS = {
     "livecodebench": Benchmark(
         # `datasets` no longer runs the script of this repository. The last file has the problems that release 6 added.
         "hub:livecodebench/code_generation_lite@0fe84c3912ea0c4d4a78037083943e8f0c4dd505/test6.jsonl",
-        "test6.jsonl, or an earlier one, of livecodebench/code_generation_lite",
         "question_content, starter_code",
         read_livecodebench,
         max_new_tokens=1024,

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-Run = Callable[[str], bool]  # runs a program, isolated from this machine, and tells whether it finished
-Score = Callable[..., dict[str, float]]  # of questions and as many texts, and of a `Run` if the benchmark `runs_code`
+from data.sources import HUB
+
+ProgramRunner = Callable[[str], bool]  # runs a program, isolated from this machine, and tells whether it finished
+Score = Callable[..., dict[str, float]]  # of questions and as many texts, and of a `ProgramRunner` if it `runs_code`
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,6 @@ class Benchmark:
     """A benchmark: its rows, how they are read and asked, and how the answers are scored."""
 
     source: str | None  # its rows, as `data.sources.read_rows` names them; None if it has no copy on the hub
-    download: str  # the file to download if the hub cannot be used, for error messages; empty if there is none
     fields: str  # of a row, for error messages
     read: Callable[[Mapping, int], Question]  # from a row and its index; the first turn is the question's plain text
     # Per answer: HumanEval, MBPP, GSM8K, CNN/DM and WMT16 as in section 4.1 of the Ouroboros paper, MT-Bench as in the
@@ -85,7 +86,16 @@ class Benchmark:
     shots: str | None = None  # the rows of the example questions, as `source`
     ids: range | None = None  # of the questions to ask, if the file holds others too
     shot_ids: range | None = None  # of the example questions, if they are in the same file
-    parallel: tuple[str, ...] = ()  # fields that can also be read from one text file each, with a line per row
+    download: str = ""  # the file to download if the hub cannot be used, unless it is one of `source`
+
+    @property
+    def where_to_download(self) -> str:
+        """The file to download if the hub cannot be used; empty if there is none."""
+        match = HUB.fullmatch(self.source or "")
+        if self.download or match is None:
+            return self.download
+        part = match["file"] or f"the {match['split'] or 'train'} split"
+        return f"{part} of {match['name']}"
 
 
 def text(row: Mapping, *names: str) -> str:

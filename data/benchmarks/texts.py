@@ -72,7 +72,6 @@ def bleu_and_chrf(questions: Sequence[Question], texts: Sequence[str]) -> dict[s
 BENCHMARKS = {
     "cnn_dm": Benchmark(
         f"{CNN_DM}:test",
-        "the test split of CNN/DM as JSONL",
         "article, highlights",
         read_cnn_dm,
         max_new_tokens=128,
@@ -82,7 +81,6 @@ BENCHMARKS = {
     ),
     "xsum": Benchmark(
         f"{XSUM}:test",
-        "the test split of XSum as JSONL",
         "document, summary",
         read_xsum,
         max_new_tokens=128,
@@ -92,7 +90,6 @@ BENCHMARKS = {
     ),
     "wmt16": Benchmark(
         "hub:wmt/wmt16@41d8a4013aa1489f28fea60ec0932af246086482:de-en:test",
-        "newstest2016 as two text files, German and English,",
         "de, en",
         read_wmt16,
         max_new_tokens=64,
@@ -105,6 +102,5 @@ BENCHMARKS = {
             ),
         },
         score=bleu_and_chrf,
-        parallel=("de", "en"),
     ),
 }

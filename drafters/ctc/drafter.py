@@ -12,14 +12,11 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
 from drafters.ctc.trees import TokenBias, draw, paper_trees
 from drafters.losses import gathered_logits
-from drafters.nn.markov import markov_bias
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees.search import Candidates, SearchLimits, search
-
-OVER_FRAMES = ("paper", "frames")  # trees that are collapsed after the search
 
 
 @dataclass(frozen=True)
@@ -31,15 +28,11 @@ class CTCTrunkOptions(TrunkOptions):
 
     Args:
         blank_bias: Initial value of the blank's bias; a negative one keeps training away from all-blank frames.
-        merge_repeats: Whether frames with equal tokens next to each other are one token, as in the paper: a token can
-            come twice in a row only with a blank frame in between. Otherwise each frame that is not blank is a token
-            (selfless-CTC, arXiv 2110.03098).
     """
 
     num_frames: int = 12
     root_everywhere: bool = True
     blank_bias: float = -2.0
-    merge_repeats: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,22 +41,20 @@ class CTCDraftOptions(ParallelDraftOptions):
 
     Args:
         tree: ``prefix``, the most probable collapsed prefixes; ``paper``, the most probable sequences of all frames,
-            collapsed afterwards; ``frames``, the same of any number of frames; or ``chain``, the most probable path.
+            collapsed afterwards; or ``chain``, the most probable path.
         draws: Number of texts that decoding samples from the frames instead of building ``tree``, for exact rejection
             sampling; 0 for none. Of the other options only ``num_nodes`` applies then. Validation and simulation always
             use ``tree``.
         draw_temperature: Temperature of the sampled texts.
-        draw_seed: Selects other samples for the same request; the text follows the same distribution.
     """
 
-    tree: Literal["prefix", "paper", "frames", "chain"] = "prefix"
+    tree: Literal["prefix", "paper", "chain"] = "prefix"
     draws: int = 0
     draw_temperature: float = 1.0
-    draw_seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(0, draws=self.draws, draw_seed=self.draw_seed)
+        check_at_least(0, draws=self.draws)
         check_above_zero(draw_temperature=self.draw_temperature)
 
 
@@ -77,6 +68,7 @@ class CTC(ParallelDrafter):
     """
 
     has_blank = True
+    loss_options: CTCLossOptions
 
     def __init__(
         self,
@@ -87,33 +79,25 @@ class CTC(ParallelDrafter):
     ) -> None:
         if trunk.num_frames < loss.num_labels:
             raise ValueError(f"num_frames ({trunk.num_frames}) must be at least num_labels ({loss.num_labels})")
-        if draft.tree in OVER_FRAMES and not trunk.merge_repeats:
+        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability):
             raise ValueError(
-                f"tree {draft.tree} merges repeats, which this drafter does not: set tree to prefix or chain"
-            )
-        if draft.tree in OVER_FRAMES and (trunk.markov_rank or draft.min_probability):
-            raise ValueError(
-                f"tree {draft.tree} has no bias between tokens and no node probabilities: leave out markov_rank and "
+                "tree paper has no bias between tokens and no node probabilities: leave out markov_rank and "
                 "min_probability, or set tree to prefix"
             )
-        if trunk.copy and (loss.objective == "ctc" or draft.tree in OVER_FRAMES):
-            raise ValueError(f"objective ctc and the trees {', '.join(OVER_FRAMES)} know no copies: take prefix")
+        if trunk.copy and (loss.objective == "ctc" or draft.tree == "paper"):
+            raise ValueError("objective ctc and tree paper know no copies: take prefix")
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
-        self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
-        self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
+        self.draws, self.draw_temperature = draft.draws, draft.draw_temperature
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
-        rank, factors = trunk.markov_rank, trunk.markov_factors
-        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
 
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
-        anchored, head, right = self.loss_inputs(batch, base_weights, bool(options.distillation))
+        anchored, head, right = self.loss_inputs(batch, base_weights)
         output = CTCOutput(self.blank_row, self.blank_bias[0], right)
-        return ctc_loss(anchored, head, output, options, self.merge_repeats, batch.divisor)
+        return ctc_loss(anchored, head, output, self.loss_options, batch.divisor)
 
     # ---- drafting
 
@@ -124,9 +108,7 @@ class CTC(ParallelDrafter):
         return torch.cat([super().logits(frames, base_weights), blank[..., None]], dim=-1)
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
-        if self.draft_options.tree in OVER_FRAMES:
-            return paper_trees(candidates, limits, same_length=self.draft_options.tree == "paper")
-        return search(candidates, limits, self.merge_repeats)
+        return paper_trees(candidates, limits) if self.draft_options.tree == "paper" else search(candidates, limits)
 
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
@@ -140,5 +122,5 @@ class CTC(ParallelDrafter):
             bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
         num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
         within = SearchLimits(num_nodes, limits.max_depth, limits.eos)
-        generator = np.random.default_rng((limits.draft_seed, self.draw_seed))
-        return draw(logits, seq[-1], self.draws, within, generator, bias, self.draw_temperature, self.merge_repeats)
+        generator = np.random.default_rng((limits.draft_seed, 0))
+        return draw(logits, seq[-1], self.draws, within, generator, bias, self.draw_temperature)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_choices
 from drafters.losses import gathered_logits, label_loss
 from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
 from drafters.losses.label_loss import LabelLossOptions
@@ -29,8 +29,7 @@ class CTCLossOptions(LabelLossOptions):
     """The CTC drafter's loss.
 
     Args:
-        num_labels: U, number of next tokens that a draft is trained on; at most ``num_frames``, fewer if tokens repeat
-            and are merged.
+        num_labels: U, number of next tokens that a draft is trained on; at most ``num_frames``, fewer if tokens repeat.
         objective: ``ctc``, the paper's sequence loss, or ``prefix``, the weighted log-probabilities of all prefixes,
             which is what verification rewards. The paper's loss has no label weights.
     """
@@ -40,6 +39,7 @@ class CTCLossOptions(LabelLossOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choices(self)
         check_at_least(1, num_labels=self.num_labels)
 
 
@@ -56,7 +56,6 @@ def ctc_loss(
     head: Tensor,
     output: CTCOutput,
     options: CTCLossOptions = CTCLossOptions(),
-    merge_repeats: bool = True,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the anchors that have a label, and metrics.
@@ -64,18 +63,18 @@ def ctc_loss(
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
     weights w_u of an anchor are proportional to decay^(u-1) and sum to one. ``label_weight`` multiplies the objective.
-    Distillation adds sum_u w_u d(p, q(. | y_<u)), see `distillation`, where q is the exact distribution of the draft's
+    Distillation adds sum_u w_u KL(p || q(. | y_<u)), where p is the base's and q the exact distribution of the draft's
     next token over the (draft) vocabulary. Labels that no alignment can reach, because there are too few frames,
     contribute nothing.
 
-    The base's LM head (V, D) is frozen; ``merge_repeats`` is that of `reference.collapse`. The metrics are
-    ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
-    sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are scalars, zero without labels.
+    The base's LM head (V, D) is frozen. The metrics are ``blank_share``, the mean of p_t(blank | root), and
+    ``expected_acceptance``, the mean of sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are
+    scalars, zero without labels.
     """
 
-    def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
-        emissions = emit(x, head, output)
-        states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels, merge_repeats)
+    def sums(x: AnchoredFrames, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        emissions = emit(x, head, CTCOutput(*weights))
+        states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels)
         prefix = x.with_copies(states.prefix)
         counts = x.valid & is_possible(prefix)  # (A, U)
         acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
@@ -84,8 +83,8 @@ def ctc_loss(
         objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         loss = options.label_weight * objective
         if options.distillation:
-            draft = partial(next_token_probs, emissions, states, x.labels, merge_repeats)  # (A, U, V)
-            loss = loss + label_loss.distillation(x, draft, weight, head, options)
+            draft = partial(next_token_probs, emissions, states, x.labels)  # (A, U, V)
+            loss = loss + label_loss.distilled(x, draft, weight, head, options)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 
@@ -146,7 +145,7 @@ def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
     return Emissions(enter, stay, blank - log_sum, exponentials, factors, largest + largest_bias - log_sum)
 
 
-def next_token_probs(emissions: Emissions, states: States, labels: Tensor, merge_repeats: bool = True) -> Tensor:
+def next_token_probs(emissions: Emissions, states: States, labels: Tensor) -> Tensor:
     """q(v | y_<u) for u = 1..U, (A, U, V), the draft's exact distribution of the token after the labels before:
 
         q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
@@ -162,9 +161,9 @@ def next_token_probs(emissions: Emissions, states: States, labels: Tensor, merge
     q = (anywhere + emissions.log_scale[..., :num_labels]).exp().mT @ emissions.exponentials  # (A, U, V)
     if emissions.factors is not None:
         q = q * emissions.factors[:, :num_labels]
-    if merge_repeats:  # then a repetition of the last label needs a blank before it
-        repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
-        q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
+    # A repetition of the last label needs a blank before it.
+    repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
+    q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
     return q
 
 
@@ -189,13 +188,10 @@ class States(NamedTuple):
         return self.entered.logsumexp(0)
 
 
-def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor, merge_repeats: bool = True) -> States:
+def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) -> States:
     """The recursion of `drafters.ctc.reference` in log space, from the `Emissions` for labels (A, U)."""
     barred = enter.new_zeros(labels.shape)  # from entering behind the same label: log (c != l)
-    if merge_repeats:
-        barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
-    else:
-        stay = torch.full_like(stay, IMPOSSIBLE)
+    barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
     blank = blank.expand(-1, -1, labels.shape[1] + 1)
     return States(*_Recursion.apply(*(x.transpose(0, 1).contiguous() for x in (enter, stay, blank)), barred))
 

@@ -13,8 +13,7 @@ probabilities that frames 1..t collapse to g and end in a blank or in l (Graves 
     q(c | g)                     = P(begins with g.c) / P(begins with g), which sums over c to 1 - stop(g)
     stop(g)                      = P(is g) / P(begins with g)
 
-The first token can enter even if it equals the root, because nothing is emitted before it. If equal neighbours are not
-merged (selfless CTC, arXiv 2110.03098), every token can enter from n and none stays: n_t(g.c) = enter_t(g.c).
+The first token can enter even if it equals the root, because nothing is emitted before it.
 """
 
 from collections.abc import Sequence
@@ -24,21 +23,16 @@ import torch
 from torch import Tensor
 
 
-def collapse(frames: Tensor, blank: int, merge_repeats: bool = True) -> list[int]:
-    """Merge repeated frames, then drop blanks (the CTC paper's beta inverse, section 2.3); or only drop blanks.
+def collapse(frames: Tensor, blank: int) -> list[int]:
+    """Merge repeated frames, then drop blanks (the CTC paper's beta inverse, section 2.3).
 
     >>> collapse(torch.tensor([7, 7, 0, 7, 5]), blank=0)
     [7, 7, 5]
-    >>> collapse(torch.tensor([7, 7, 0, 7, 5]), blank=0, merge_repeats=False)
-    [7, 7, 7, 5]
     """
-    kept = frames.unique_consecutive() if merge_repeats else frames
-    return [token for token in kept.tolist() if token != blank]
+    return [token for token in frames.unique_consecutive().tolist() if token != blank]
 
 
-def text_probabilities(
-    probs: Tensor, root: int, text: Sequence[int], merge_repeats: bool = True
-) -> tuple[Tensor, Tensor]:
+def text_probabilities(probs: Tensor, root: int, text: Sequence[int]) -> tuple[Tensor, Tensor]:
     """P(the text begins with ``text``) and P(it is ``text``), scalars.
 
     ``probs`` (T, V, V + 1) are p_t(v | l) at [t, l, v], with the blank as the last symbol.
@@ -50,13 +44,11 @@ def text_probabilities(
         ends_in_blank.append(probs[t, last, blank] * ends_in_blank[t])
     ends_in_label = [torch.zeros_like(begins)] * (num_frames + 1)  # n_t
     for token in text:
-        before = [
-            b + n * (token != last or not merge_repeats) for b, n in zip(ends_in_blank, ends_in_label, strict=True)
-        ]
+        before = [b + n * (token != last) for b, n in zip(ends_in_blank, ends_in_label, strict=True)]
         entering = [probs[t, last, token] * before[t] for t in range(num_frames)]
         ends_in_blank, ends_in_label = [torch.zeros_like(begins)], [torch.zeros_like(begins)]
         for t in range(num_frames):
-            stay = probs[t, token, token] * ends_in_label[t] if merge_repeats else 0.0
+            stay = probs[t, token, token] * ends_in_label[t]
             ends_in_blank.append(probs[t, token, blank] * (ends_in_blank[t] + ends_in_label[t]))
             ends_in_label.append(stay + entering[t])
         begins, last = torch.stack(entering).sum(), token
@@ -69,7 +61,6 @@ def plain_loss(
     labels: Sequence[Sequence[int]],
     objective: Literal["ctc", "prefix"] = "prefix",
     decay: float = 0.9,
-    merge_repeats: bool = True,
 ) -> Tensor:
     """Mean loss over the anchors that have labels; what `drafters.ctc.loss.ctc_loss` computes, without its shortcuts.
 
@@ -81,7 +72,7 @@ def plain_loss(
     for frames, root, label in zip(probs, roots, labels, strict=True):
         if not len(label):
             continue
-        ends = [text_probabilities(frames, root, label[: u + 1], merge_repeats) for u in range(len(label))]
+        ends = [text_probabilities(frames, root, label[: u + 1]) for u in range(len(label))]
         begins = torch.stack([begin for begin, _ in ends])  # (U,) P(the text begins with y_1..y_u)
         weights = decay ** torch.arange(len(label), dtype=begins.dtype) * (begins > 0)
         terms = weights / weights.sum().clamp(min=1e-30) * -begins.clamp(min=1e-300).log()

@@ -1,7 +1,6 @@
 """The CTC drafter's other trees: the paper's own, and trees drawn from the frames for exact rejection sampling."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,31 +15,29 @@ from drafters.trees.search import Candidates, SearchLimits, search
 BLANK = -1  # in a tree over frames
 
 
-def paper_trees(candidates: Candidates, limits: SearchLimits, same_length: bool = True) -> list[DraftTree]:
+def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
     """The texts of the most probable frame sequences, as many as fit into ``num_nodes`` nodes (CTC-drafter, section 3).
 
-    The trees of `raw_trees` are collapsed and then pruned. Unlike in the original code the result is a tree of texts:
+    The probability of a frame sequence is the product of the tokens or blanks that it chooses. All of them have T
+    frames, as "all the raw sequences keep the same length" (section 3.1); only the last one is cut where the tree is
+    full. This tree over frames is collapsed and then pruned. Unlike in the original code the result is a tree of texts:
     neither blanks nor duplicates are fed, and a node's depth is its position in the text. Merged paths waste node
     budget, so usually fewer than ``num_nodes`` nodes are fed.
     """
-    trees = (collapsed(tree, BLANK) for tree in raw_trees(candidates, limits.num_nodes, same_length))
+    tokens, frames = with_blank(candidates)
+    # A node then counts with the probability of its best completion, in units of the best sequence's.
+    best_completions = Candidates(tokens, frames / frames.max(2, keepdims=True))
+    raw_trees = search(best_completions, SearchLimits(limits.num_nodes, frames.shape[1]))
+    trees = (collapsed(tree, BLANK) for tree in raw_trees)
     return [tree.pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in trees]
 
 
-def raw_trees(candidates: Candidates, num_nodes: int, same_length: bool = True) -> list[DraftTree]:
-    """Trees over frames, whose paths choose a token or the blank in each of the frames 1..t.
-
-    The probability of a frame sequence is the product of its choices. With ``same_length`` the paths are the most
-    probable sequences of all T frames, as "all the raw sequences keep the same length" (section 3.1); only the last one
-    is cut where the tree is full. Otherwise they are the most probable sequences of any length.
-    """
+def with_blank(candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """The symbols (A, C + 1) of CTC frames, with `BLANK` as the last, and their probabilities (A, T, C + 1)."""
     tokens, probs, blank, _ = candidates
     assert blank is not None, "the paper's tree has blanks"
-    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)  # (A, C + 1)
-    frames = np.concatenate([probs, blank[..., None]], axis=2)
-    if same_length:  # a node then counts with the probability of its best completion, in units of the best sequence's
-        frames /= frames.max(2, keepdims=True)
-    return search(Candidates(symbols, frames), SearchLimits(num_nodes, probs.shape[1]))
+    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)
+    return symbols, np.concatenate([probs, blank[..., None]], axis=2)
 
 
 def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
@@ -77,7 +74,6 @@ def draw(
     generator: np.random.Generator,
     bias: TokenBias | None = None,
     temperature: float = 1.0,
-    merge_repeats: bool = True,
 ) -> DraftTree:
     """Sample texts independently and merge them into one tree.
 
@@ -99,7 +95,7 @@ def draw(
         tempered = lambda tokens: bias(tokens).double() / temperature  # noqa: E731
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
     symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
-    texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
+    texts = [collapse(frames, logits.shape[1] - 1) for frames in symbols]
     tree, draws = merge(texts, limits)
     if not draws:
         return DraftTree()
@@ -107,8 +103,7 @@ def draw(
     last = [root if node == ROOT else tree.tokens[node] for node in draws]
     above = [ROOT if node == ROOT else index[tree.parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
-    frames = FrameDistributions(logits, tempered(last) if tempered else None)
-    distribution = spell(frames, last, above, merge_repeats).next_token_probs()
+    _, distribution = prefix_distributions(logits, last, above, tempered(last) if tempered else None)
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
     pairs = zip(draws.items(), distribution, strict=True)
     distributions = (ChildDistribution(node, probs, tuple(children)) for (node, children), probs in pairs)
@@ -160,96 +155,50 @@ def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[Growth,
     return merged, draws
 
 
-# ---- the exact distribution of drawn texts, by the recursion of `drafters.ctc.reference` for many texts at once
+# ---- the exact distribution of drawn texts
 
 
-class FrameDistributions:
-    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]), the distribution of frame t given the last emitted token l.
+def prefix_distributions(
+    logits: Tensor, tokens: Tensor, parents: Tensor, biases: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """P(the text begins with g) (G,) and q(c | g) of every token c (G, V), for G texts g at once.
 
-    The logits z_t (T, V + 1) have the blank last; the biases B[l_g, :] (G, V + 1) are those after the last tokens of G
-    texts, or None if B is 0. The softmax of a sum is the product of two factors divided by their inner product, so
-    (G, T, V) is never stored. All is computed in float64: the probability of a text is a product over all frames.
+    This is the recursion of `drafters.ctc.reference`, in float64 as a probability is a product over all frames. The
+    distributions softmax(z_t + B[l]) are products of two factors divided by their inner products, so that (G, T, V) is
+    never stored.
+
+    Args:
+        logits: (T, V + 1) z_t, the blank last.
+        tokens: (G,) the last token of each text. Text 0 is the empty one, and its token the root.
+        parents: (G,) the index of each text without its last token; that of text 0 is ignored.
+        biases: (G, V + 1) B[l] after each of these tokens; 0 by default.
     """
+    logits = logits.double()
+    biases = logits.new_zeros(1, logits.shape[1]) if biases is None else biases.double()
+    frames, factors = ((x - x.amax(-1, keepdim=True)).exp() for x in (logits, biases))  # (T, V + 1), (G, V + 1)
+    factors = factors.expand(len(tokens), -1)
+    totals = factors @ frames.T  # (G, T)
 
-    def __init__(self, logits: Tensor, biases: Tensor | None = None) -> None:
-        logits = logits.double()
-        self._bias: Tensor | None = None
-        if biases is None:
-            self._frame = logits.softmax(-1)
-            return
-        biases = biases.double()
-        self._frame = (logits - logits.amax(-1, keepdim=True)).exp()  # (T, V + 1)
-        self._bias = (biases - biases.amax(-1, keepdim=True)).exp()  # (G, V + 1)
-        self._total = self._bias @ self._frame.T  # (G, T)
-
-    @property
-    def num_frames(self) -> int:
-        return len(self._frame)
-
-    @property
-    def blank(self) -> int:
-        """Index of the blank, V."""
-        return self._frame.shape[1] - 1
-
-    def at(self, texts: Tensor, symbols: Tensor) -> Tensor:
+    def at(texts: Tensor, symbols: Tensor) -> Tensor:
         """p_t(symbol | last token of the text) for N pairs of a text's index and a symbol: (N, T)."""
-        probs = self._frame[:, symbols].T
-        if self._bias is None:
-            return probs
-        return probs * self._bias[texts, symbols][:, None] / self._total[texts]
+        return frames[:, symbols].T * factors[texts, symbols][:, None] / totals[texts]
 
-    def mixed(self, weights: Tensor) -> Tensor:
-        """sum_t w_t(g) p_t(v | last token of g) for weights (G, T): (G, V + 1), as one matrix product."""
-        if self._bias is None:
-            return weights @ self._frame
-        return (weights / self._total) @ self._frame * self._bias
-
-
-@dataclass(frozen=True)
-class Texts:
-    """How the frames spell each of G texts."""
-
-    frames: FrameDistributions
-    tokens: Tensor  # (G,) last token of each text; that of the empty text is the root
-    blank_end: Tensor  # (G, T + 1) b_t for t = 0..T
-    label_end: Tensor  # (G, T + 1) n_t
-    prefix: Tensor  # (G,) P(the text begins with g)
-    merge_repeats: bool
-
-    def next_token_probs(self) -> Tensor:
-        """q(c | g) of every token c, (G, V)."""
-        blank_end, label_end = self.blank_end[:, :-1], self.label_end[:, :-1]
-        begins = self.frames.mixed(blank_end + label_end)
-        if self.merge_repeats:  # then a token is repeated only after a blank
-            texts = torch.arange(len(begins), device=begins.device)
-            begins[texts, self.tokens] = (self.frames.at(texts, self.tokens) * blank_end).sum(-1)
-        return begins[:, :-1] / self.prefix[:, None]
-
-
-def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_repeats: bool = True) -> Texts:
-    """Run the recursion for G texts at once; the frames have the biases of these texts, if there are any.
-
-    Takes the last token of each text (G,), and the index (G,) of each text without its last token. Text 0 is the empty
-    one: its token is the root, and its parent is ignored.
-    """
-    texts = torch.arange(len(tokens), device=tokens.device)
-    parents = parents.clamp(min=0)
-    enter = frames.at(parents, tokens)  # (G, T): p_t(c | l)
+    texts, parents = torch.arange(len(tokens), device=tokens.device), parents.clamp(min=0)
+    enter, stay = at(parents, tokens), at(texts, tokens)  # p_t(c | l), p_t(c | c)
     enter[0] = 0.0
-    stay = frames.at(texts, tokens)  # p_t(c | c)
-    blank = frames.at(texts, torch.full_like(tokens, frames.blank))
-    if merge_repeats:
-        enters_from_label = (tokens != tokens[parents]).to(enter)
-    else:
-        stay, enters_from_label = torch.zeros_like(stay), torch.ones_like(enter[:, 0])
-    blank_end, label_end = enter.new_zeros(2, frames.num_frames + 1, len(tokens))
+    blank = at(texts, torch.full_like(tokens, logits.shape[1] - 1))
+    enters_from_label = (tokens != tokens[parents]).to(enter)
+    blank_end, label_end = enter.new_zeros(2, len(frames) + 1, len(tokens))  # b_t and n_t, t = 0..T
     blank_end[0, 0] = 1.0
-    prefix = enter.new_zeros(len(tokens))
-    for t in range(frames.num_frames):
+    begins = enter.new_zeros(len(tokens))
+    for t in range(len(frames)):
         b, n = blank_end[t], label_end[t]
         entering = enter[:, t] * (b[parents] + enters_from_label * n[parents])
-        prefix = prefix + entering
+        begins = begins + entering
         label_end[t + 1] = stay[:, t] * n + entering
         blank_end[t + 1] = blank[:, t] * (b + n)
-    prefix[0] = 1.0
-    return Texts(frames, tokens, blank_end.T, label_end.T, prefix, merge_repeats)
+    begins[0] = 1.0
+    blank_before, label_before = blank_end[:-1].T, label_end[:-1].T  # (G, T)
+    continued = ((blank_before + label_before) / totals) @ frames * factors  # (G, V + 1): P(the text begins with g.c)
+    continued[texts, tokens] = (stay * blank_before).sum(-1)  # a repetition enters from a blank alone
+    return begins, continued[:, :-1] / begins[:, None]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,12 +21,10 @@ from drafters.checks import (
 )
 from drafters.nn.draft_cache import CachingDrafter, Context
 from drafters.nn.transformer import Attention, FeedForward, RMSNorm, RotaryEmbedding
-from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, Limits, RequiredOutputs
+from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs
 from drafters.tree import DraftTree
-from drafters.trees import dynamic, static
+from drafters.trees import dynamic
 from drafters.trees.search import SearchLimits
-
-ANCHORS_AT_ONCE = 16  # drafted together on a known text
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,7 @@ class AutoregressiveDraftOptions:
         top_k: Children of an expanded node.
         num_nodes: M, largest number of nodes in a draft tree.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
-        tree: ``dynamic``, the most probable nodes found (EAGLE-2), ``static``, nodes of the same ranks in every draft
-            (EAGLE), or ``chain``, the most probable token at each level.
-        static: Paths of ranks for ``tree: static``, parents first. By default the most probable ones, if the token of
-            rank r, counted from 0, is right with probability 2^-(r + 1).
+        tree: ``dynamic``, the most probable nodes found (EAGLE-2), or ``chain``, the most probable token at each level.
         draws: Children sampled at each link of a chain, for exact rejection sampling; 0 takes the most probable token.
         temperature: Temperature of the sampled children.
         window: Number of positions that the layer attends to, the node's own and those before it, in training and in
@@ -56,8 +50,7 @@ class AutoregressiveDraftOptions:
     top_k: int = 10
     num_nodes: int = 60
     min_probability: float = 0.0
-    tree: Literal["dynamic", "static", "chain"] = "dynamic"
-    static: Sequence[Sequence[int]] = ()
+    tree: Literal["dynamic", "chain"] = "dynamic"
     draws: int = 0
     temperature: float = 1.0
     window: int = 0
@@ -65,9 +58,7 @@ class AutoregressiveDraftOptions:
     def __post_init__(self) -> None:
         check_choices(self)
         if self.draws and self.tree != "chain":
-            raise ValueError(f"draws ({self.draws}) needs tree: chain; other trees take the most probable tokens")
-        if self.static and self.tree == "dynamic":
-            raise ValueError("static holds the ranks of tree: static, but tree is dynamic: leave out one of them")
+            raise ValueError(f"draws ({self.draws}) needs tree: chain; the other tree takes the most probable tokens")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
         check_at_most(MAX_LAYERS, depth=self.depth)
         check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
@@ -109,6 +100,8 @@ class AutoregressiveDrafter(CachingDrafter):
     and `logits`; they are made of the base's ``hidden_layers``.
     """
 
+    anchors_at_once = 16
+
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
     ) -> None:
@@ -118,9 +111,6 @@ class AutoregressiveDrafter(CachingDrafter):
         self.draft_options = draft
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
-        halving = np.full((draft.depth, min(draft.top_k, base.vocab_size)), 0.5).cumprod(1)
-        ranks = draft.static or static.static_tree(halving, draft.num_nodes)
-        self.static = static.checked(ranks, draft.depth, base.vocab_size) if draft.tree == "static" else []
         self.layer = layer
 
     # ---- defined by a subclass
@@ -177,8 +167,6 @@ class AutoregressiveDrafter(CachingDrafter):
         return [keys_values, (residual[:, None], x[:, None])]
 
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        if not self.draft_options.num_nodes:
-            return DraftTree()
         num_pairs = self._cache.length
         (keys, values), (residuals, inputs) = self._cache.read()
         anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
@@ -194,8 +182,6 @@ class AutoregressiveDrafter(CachingDrafter):
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
         options, feed = self.draft_options, paths.feed
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
-        if self.static:
-            return [tree.pruned(depth, num_nodes, limits.eos) for tree in static.grow(logits, feed, self.static)]
         if not options.draws:
             within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
             return dynamic.grow(logits, feed, self.width, self.top_k, within)
@@ -205,25 +191,21 @@ class AutoregressiveDrafter(CachingDrafter):
             return [DraftTree()] * len(logits)
         return dynamic.draw(logits, feed, depth, options.draws, options.temperature, generator, limits.eos)
 
-    @torch.inference_mode()
-    def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
-    ) -> list[DraftTree]:
-        after_first = anchors[anchors > 0]  # before the first token nothing is observed
-        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1 or len(after_first) == 0:
-            return [DraftTree()] * len(anchors)
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
         positions = torch.arange(len(hidden) - 1, device=hidden.device)
         pairs = hidden[None, :-1], positions[None], input_ids[None, 1:]
         context, (residuals, inputs) = self._pairs(*pairs, base_weights)
-        trees: list[DraftTree] = []
         generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
-        for part in after_first.split(ANCHORS_AT_ONCE):
-            paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
-            logits = paths.start(residuals[0, 0, part - 1][:, None], inputs[0, 0, part - 1][:, None])
+
+        def draft(anchors: Tensor) -> list[DraftTree]:
+            paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None], self.window)
+            logits = paths.start(residuals[0, 0, anchors - 1][:, None], inputs[0, 0, anchors - 1][:, None])
             # Without their distributions, each of which is as large as the vocabulary.
-            trees += [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
-        drafted = iter(trees)
-        return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
+            return [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
+
+        return draft
 
 
 @dataclass(eq=False)

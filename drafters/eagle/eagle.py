@@ -8,18 +8,18 @@ from torch.nn import functional as F
 
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer
 from drafters.losses import gathered_logits
-from drafters.losses.divergences import DivergenceOptions, distillation_loss
+from drafters.losses.distillation import cross_entropy_of_states
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 
 
 @dataclass(frozen=True)
-class EAGLELossOptions(DivergenceOptions):
+class EAGLELossOptions:
     """EAGLE's loss.
 
     Args:
         feature_weight: Weight of the smooth L1 distance between predicted and actual features.
-        token_weight: Weight of ``divergence``.
+        token_weight: Weight of the cross-entropy between the distributions of predicted and actual features.
         noise: Width of the uniform noise added to features in training, times 512 / S.
     """
 
@@ -77,9 +77,9 @@ class EAGLE(AutoregressiveDrafter):
         num_terms = batch.divisor(counts.sum())
         distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
         feature_loss = distances.sum() / num_terms
-        divergences = distillation_loss(
-            options.divergence, predicted, lambda states: self.logits(states, base_weights), features, base_weights.head
+        token_losses = cross_entropy_of_states(
+            predicted, lambda states: self.logits(states, base_weights), features, base_weights.head
         )
-        token_loss = divergences.sum() / num_terms
+        token_loss = token_losses.sum() / num_terms
         loss = options.feature_weight * feature_loss + options.token_weight * token_loss
         return loss, {"feature_loss": feature_loss.detach(), "token_loss": token_loss.detach()}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
 from drafters.losses import gathered_logits
-from drafters.losses.divergences import DivergenceOptions, distillation_loss
+from drafters.losses.distillation import cross_entropy_of_states
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.transformer import RMSNorm
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
@@ -19,7 +19,7 @@ from drafters.registry import register
 
 
 @dataclass(frozen=True)
-class EAGLE3LossOptions(DivergenceOptions):
+class EAGLE3LossOptions:
     """EAGLE-3's loss.
 
     Args:
@@ -31,7 +31,6 @@ class EAGLE3LossOptions(DivergenceOptions):
     decay: float = 0.8
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_at_least(1, num_unroll=self.num_unroll)
 
 
@@ -145,10 +144,10 @@ class EAGLE3(AutoregressiveDrafter):
             states = F.pad(states, (0, 0, 1, 0))[:, :-1]
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean over depths of the divergence, for paths within the assistant's text.
+        """The weighted mean over depths of the cross-entropy with the base's distribution.
 
-        With a draft vocabulary the base's distribution is that over its tokens, and a path ends before a position at
-        which the base's most probable token is none of them.
+        It counts paths within the assistant's text. With a draft vocabulary the base's distribution is that over its
+        tokens, and a path ends before a position at which the base's most probable token is none of them.
         """
         options = self.loss_options
         drafted, vocabulary = restricted(base_weights, self.draft_tokens)
@@ -165,10 +164,8 @@ class EAGLE3(AutoregressiveDrafter):
             if depth:
                 counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]
             counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
-            divergences = distillation_loss(
-                options.divergence, states[counted], draft_logits, last_hidden[counted], drafted.head
-            )
-            losses.append(divergences.sum() / batch.divisor(counts.sum()))
+            terms = cross_entropy_of_states(states[counted], draft_logits, last_hidden[counted], drafted.head)
+            losses.append(terms.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth
             total, weights = total + weight * losses[-1], weights + weight
         return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}

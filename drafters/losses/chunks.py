@@ -1,11 +1,13 @@
 """A sum over anchors and its gradient, computed one chunk of anchors at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from drafters.dry_run import dry_run_device
 
 MAX_BYTES = 2**26
 """Memory for the tensors of one chunk: 64 MiB."""
@@ -13,7 +15,6 @@ CUDA_MAX_BYTES = 2**28
 """The same on a GPU, where smaller chunks wait for the launches of their kernels: 256 MiB."""
 
 PerAnchor = TypeVar("PerAnchor", bound=NamedTuple)
-Shared = TypeVar("Shared", bound=NamedTuple)
 
 
 def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device) -> int:
@@ -21,21 +22,24 @@ def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device) -
 
     Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
     """
-    max_bytes = CUDA_MAX_BYTES if device.type == "cuda" else MAX_BYTES
+    max_bytes = CUDA_MAX_BYTES if "cuda" in (device.type, dry_run_device()) else MAX_BYTES
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 
 def chunks(length: int, size: int) -> list[slice]:
     """The parts of at most ``size`` that a loss over ``length`` items is computed in; at least one, which may be empty.
 
+    In a dry run it is only the first.
+
     >>> chunks(5, 2)
     [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
     """
-    return [slice(start, start + size) for start in range(0, max(length, 1), size)]
+    num_items = 1 if dry_run_device() else max(length, 1)
+    return [slice(start, start + size) for start in range(0, num_items, size)]
 
 
 def chunked(
-    sums: Callable[[PerAnchor, Shared], tuple[Tensor, Tensor]], per_anchor: PerAnchor, shared: Shared, size: int
+    sums: Callable[..., tuple[Tensor, Tensor]], per_anchor: PerAnchor, shared: Sequence[Tensor | None], size: int
 ) -> tuple[Tensor, Tensor]:
     """Sum a loss over anchors while holding the intermediate tensors of only one chunk.
 
@@ -44,20 +48,19 @@ def chunked(
     the loss is a plain sum over chunks. Tensors that ``sums`` closes over get no gradient.
 
     Args:
-        sums: Takes a chunk of ``per_anchor``, and ``shared``. Returns the chunk's loss, a scalar, and numbers without a
-            gradient; both are summed over chunks. Runs with autocast disabled.
+        sums: Takes a chunk of ``per_anchor``, and each of ``shared``. Returns the chunk's loss, a scalar, and numbers
+            without a gradient; both are summed over chunks. Runs with autocast disabled.
         per_anchor: Tensors (A, ...), split along the anchors, or None.
         shared: Tensors that every chunk uses completely, such as weights, or None.
         size: Anchors per chunk.
     """
-    kinds = type(per_anchor), type(shared)
-    return _Chunked.apply(sums, kinds, size, torch.is_grad_enabled(), *per_anchor, *shared)
+    return _Chunked.apply(sums, type(per_anchor), size, torch.is_grad_enabled(), *per_anchor, *shared)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sums: Callable, kinds: tuple, size: int, needs_gradient: bool, *tensors: Tensor | None):
-        num_split = len(kinds[0]._fields)
+    def forward(ctx, sums: Callable, kind: Any, size: int, needs_gradient: bool, *tensors: Tensor | None):
+        num_split = len(kind._fields)
         gradients: dict[int, Tensor] = {}
         for place, tensor in enumerate(tensors):
             if needs_gradient and tensor is not None and tensor.requires_grad:
@@ -71,7 +74,7 @@ class _Chunked(torch.autograd.Function):
             for here in chunks(len(first), size):
                 part = [x if x is None or place >= num_split else x[here] for place, x in enumerate(tensors)]
                 into = {place: x[here] if place < num_split else x for place, x in gradients.items()}
-                part_loss, part_numbers = _one_chunk(sums, kinds, part, into)
+                part_loss, part_numbers = _one_chunk(sums, kind, part, into)
                 loss, numbers = loss + part_loss, numbers + part_numbers
         ctx.places, ctx.dtypes = list(gradients), [None if x is None else x.dtype for x in tensors]
         ctx.save_for_backward(*gradients.values())
@@ -88,13 +91,13 @@ class _Chunked(torch.autograd.Function):
 
 
 def _one_chunk(
-    sums: Callable, kinds: tuple, tensors: list[Tensor | None], into: dict[int, Tensor]
+    sums: Callable, kind: Any, tensors: list[Tensor | None], into: dict[int, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The loss and the numbers of one chunk; its gradients are added to ``into``. All else is freed on return."""
     parts = [None if x is None else x.detach() for x in tensors]
     leaves = [parts[place].requires_grad_() for place in into]  # type: ignore[union-attr]
-    num_split = len(kinds[0]._fields)
-    loss, numbers = sums(kinds[0](*parts[:num_split]), kinds[1](*parts[num_split:]))
+    num_split = len(kind._fields)
+    loss, numbers = sums(kind(*parts[:num_split]), *parts[num_split:])
     if loss.requires_grad:
         gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         for whole, gradient in zip(into.values(), gradients, strict=True):

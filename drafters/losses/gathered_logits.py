@@ -85,15 +85,3 @@ def exponentials(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tenso
 def log_sum(exponentials: Tensor, largest: Tensor) -> Tensor:
     """log sum_v exp z_v, (A, T, 1), from the results of `exponentials`."""
     return exponentials.sum(-1, keepdim=True).log() + largest
-
-
-@torch.no_grad()
-def teacher_probs(last_hidden: Tensor, head: Tensor, temperature: float = 1.0) -> Tensor:
-    """The base's next-token distribution (..., V) at its last hidden states (..., D).
-
-    At temperature 0 all of it is on the most probable token.
-    """
-    scores = logits(last_hidden, head)
-    if not temperature:
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    return (scores / temperature).softmax(-1)

@@ -1,33 +1,27 @@
 """What the losses of the labels after an anchor share: options, weights by depth, distillation, the mean."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafters.checks import check_at_least
-from drafters.losses import gathered_logits
+from drafters.losses import distillation
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import anchors_per_chunk, chunked
-from drafters.losses.divergences import DivergenceOptions, divergence
-
-Options = TypeVar("Options", bound="LabelLossOptions")
 
 
 @dataclass(frozen=True)
-class LabelLossOptions(DivergenceOptions):
+class LabelLossOptions:
     """How the labels after an anchor enter the loss.
 
     Args:
         decay: Weight of label u relative to label u - 1.
-        distillation: Weight of ``divergence``, which distillation minimises; 0 turns distillation off.
+        distillation: Weight of the KL divergence of the draft's distributions from the base's; 0 for none.
         teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
             in greedy decoding.
         label_weight: Weight of the loss of the labels beside distillation.
-        distillation_steps: Optimizer steps over which ``distillation`` rises from 0, and the weight of the labels goes
-            from 1 to ``label_weight``.
         num_anchors: Anchors sampled from each training sequence.
         num_columns: Number of tokens that a training step compares: the labels, and a random sample of the others that
             stands for all; null for the whole (draft) vocabulary.
@@ -37,32 +31,20 @@ class LabelLossOptions(DivergenceOptions):
     distillation: float = 0.0
     teacher_temperature: float = 1.0
     label_weight: float = 1.0
-    distillation_steps: int = 0
     num_anchors: int = 64
     num_columns: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
-        check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
+        check_at_least(0, teacher_temperature=self.teacher_temperature)
         check_at_least(1, num_anchors=self.num_anchors)
         check_at_least(1, num_columns=self.num_columns or 1)
         if self.num_columns and self.distillation:
             raise ValueError("distillation needs the draft's probabilities of all tokens: leave out num_columns")
-        if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
-            raise ValueError(
-                "divergence and teacher_temperature belong to distillation, which is 0: raise it, for example to 1"
-            )
+        if self.teacher_temperature != 1 and not self.distillation:
+            raise ValueError("teacher_temperature belongs to distillation, which is 0: raise it, for example to 1")
         if not (self.distillation or self.label_weight):
             raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
-
-    def at_step(self: Options, step: int) -> Options:
-        """The options whose ``distillation`` and ``label_weight`` are those of an optimizer step."""
-        if not self.distillation_steps:
-            return self
-        share = min(1.0, (step + 1) / self.distillation_steps)
-        label_weight = 1 - share * (1 - self.label_weight)
-        return replace(self, distillation=share * self.distillation, label_weight=label_weight)
 
 
 def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,25 +53,25 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-def distillation(
+def distilled(
     x: AnchoredFrames, draft: Callable[[], Tensor], weight: Tensor, head: Tensor, options: LabelLossOptions
 ) -> Tensor:
-    """sum_u w_u d(p, q_u) over the anchors, times its weight in the loss; labels without a teacher are left out.
+    """sum_u w_u KL(p || q_u) over the anchors, times its weight in the loss; labels without a teacher are left out.
 
-    d is the chosen `divergence` of the draft's next-token distributions q_u (A, U, V) from the base's distribution p.
-    ``draft`` computes them after the base's, to save memory. The weights are (A, U), the base's LM head (V, D).
+    ``draft`` computes the draft's next-token distributions q_u (A, U, V) after the base's p, to save memory. The
+    weights w are (A, U), the base's LM head (V, D).
     """
     assert x.teacher is not None, "distillation needs the base's last hidden states"
-    base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
+    base = distillation.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
     if x.teacher_valid is not None:
         weight = weight * x.teacher_valid
-    return options.distillation * (weight * divergence(options.divergence, base, draft())).sum()
+    return options.distillation * (weight * distillation.kl(base, draft())).sum()
 
 
 def mean_over_anchors(
-    sums: Callable[[AnchoredFrames, Any], tuple[Tensor, Tensor]],
+    sums: Callable[..., tuple[Tensor, Tensor]],
     x: AnchoredFrames,
-    output: Any,
+    output: Sequence[Tensor | None],
     num_vectors: int,
     vocab_size: int,
     divisor: Callable[[Tensor], Tensor],

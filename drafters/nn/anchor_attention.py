@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from drafters.dry_run import dry_run_device
+
 
 @dataclass(frozen=True)
 class AnchorMask:
@@ -67,8 +69,10 @@ class AnchorMask:
             device=str(self.anchors.device),
         )
 
-    def best(self) -> BlockMask | Pieces:
-        """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere."""
+    def best(self) -> BlockMask | Pieces | None:
+        """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere; see also `dry_run`."""
+        if dry_run_device() == "cuda":
+            return None
         return self.sparse() if self.anchors.is_cuda else self.pieces()
 
 

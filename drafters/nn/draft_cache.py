@@ -1,13 +1,13 @@
 """The KV cache of a draft module, which holds committed positions only, never those of a draft; and its drafter."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from drafters.protocol import BaseWeights, LearnedDrafter, Limits, StepResult
+from drafters.protocol import UNLIMITED, BaseWeights, LearnedDrafter, Limits, StepResult
 from drafters.tree import DraftTree
 
 Context = list[tuple[Tensor, ...]]
@@ -91,8 +91,11 @@ class DraftCache:
 class CachingDrafter(LearnedDrafter):
     """A drafter whose draft module reads keys and values of the positions before the root, which it keeps in a cache.
 
-    A subclass defines what is kept of a position, `cached`, and how a draft is made of it, `draft`.
+    A subclass defines what is kept of a position, `cached`, and how a draft is made of it, `draft`; and for texts that
+    are known already, `known_text`.
     """
+
+    anchors_at_once: int  # drafted together on a known text
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
@@ -108,6 +111,12 @@ class CachingDrafter(LearnedDrafter):
     @abstractmethod
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         """The draft tree below the last token of a text, of which at least one position is cached."""
+
+    @abstractmethod
+    def known_text(
+        self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> Callable[[Tensor], list[DraftTree]]:
+        """Read a text as for `draft_at`, and return what drafts the trees at some anchors (A,), none of them 0."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._cache.clear()
@@ -129,3 +138,14 @@ class CachingDrafter(LearnedDrafter):
             positions = torch.arange(start, start + len(hidden), device=hidden.device)[None]
             self._cache.append(self.cached(hidden[None], positions, seq[start:], self.base_weights))
         return self.draft(seq, self.base_weights, limits) if self._cache.num_held else DraftTree()
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        after_first = anchors[anchors > 0]  # before the first token nothing is observed
+        if min(limits.max_depth, limits.max_nodes) < 1 or not len(after_first):
+            return [DraftTree()] * len(anchors)
+        draft = self.known_text(hidden, input_ids, base_weights, limits)
+        trees = iter([tree for part in after_first.split(self.anchors_at_once) for tree in draft(part)])
+        return [next(trees) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]

@@ -19,9 +19,14 @@ class Passages(NamedTuple):
     tokens: Tensor  # (B, A, T) the tokens behind the match; 0 where there is none
     lengths: Tensor  # (B, A) number of matching tokens, at most `MAX_NGRAM`; 0 where there is no match
 
+    def begin_with(self, labels: Tensor) -> Tensor:
+        """(B * A, U) bool: where a passage begins with the labels y_1..y_u, of (B * A, U), if there is one."""
+        tokens, lengths = (part.flatten(0, 1) for part in self)
+        return (tokens[:, : labels.shape[1]] == labels).cumprod(-1).bool() & (lengths > 0)[:, None]
+
 
 class Lookup(nn.Module):
-    """What a passage adds to the frames: frame t gets the embedding of its t-th token.
+    """What a passage adds to T frames: the t-th frame that predicts a token gets the embedding of its t-th token.
 
     The embedding is normed, scaled by a vector for each number of matching tokens, which training makes as large as
     such matches are worth, and projected. The projection starts at zero, so training starts as if there was no lookup.
@@ -30,9 +35,9 @@ class Lookup(nn.Module):
     frames' mean state, with a bias for each number of matching tokens.
     """
 
-    def __init__(self, base: BaseShape, copies: bool = False) -> None:
+    def __init__(self, base: BaseShape, num_frames: int, first_frame: int = 0, copies: bool = False) -> None:
         super().__init__()
-        self.norm_eps = base.norm_eps
+        self.norm_eps, self.num_frames, self.first_frame = base.norm_eps, num_frames, first_frame
         self.scale = nn.Parameter(torch.full((MAX_NGRAM, base.hidden_size), 0.2))
         self.proj = nn.Linear(base.hidden_size, base.hidden_size, bias=False)
         nn.init.zeros_(self.proj.weight)
@@ -40,15 +45,15 @@ class Lookup(nn.Module):
             self.copy_bias = nn.Parameter(torch.linspace(-3.0, 0.0, MAX_NGRAM))  # near what SmolLM2's text gives
             self.copy_state = nn.Parameter(torch.zeros(base.hidden_size))
 
-    def find(self, texts: Tensor, anchors: Tensor, num_tokens: int) -> Passages:
-        """The passages at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
+    def find(self, texts: Tensor, anchors: Tensor) -> Passages:
+        """The passages of T tokens at anchors (B, A) of texts (B, S), of which nothing behind an anchor is read.
 
         A match ends at an earlier position with the anchor's token, however far back. Of equally long matches the
         latest counts. A passage that reaches the anchor begins again, as if the text did.
         """
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
-        passages = torch.from_numpy(_find(host[:, :length], host[:, length:], num_tokens)).to(self.scale.device)
+        passages = torch.from_numpy(_find(host[:, :length], host[:, length:], self.num_frames)).to(self.scale.device)
         return Passages(passages[..., :-1], passages[..., -1])
 
     def forward(self, passages: Passages, embedding: Tensor) -> Tensor:
@@ -57,13 +62,15 @@ class Lookup(nn.Module):
         scale = torch.where(lengths[..., None] > 0, self.scale[lengths - 1], 0.0)  # (B, A, D)
         embedded = embedding[tokens].to(scale.dtype)
         normed = F.rms_norm(embedded, embedded.shape[-1:], eps=self.norm_eps)
-        return self.proj(normed * scale[..., None, :])
+        additions = self.proj(normed * scale[..., None, :])
+        return F.pad(additions, (0, 0, self.first_frame, -self.first_frame)) if self.first_frame else additions
 
-    def copy_logits(self, lengths: Tensor, states: Tensor) -> Tensor:
-        """Logits (A,) that a draft is its passage, in float32 at least, from match lengths (A,) and states (A, T, D).
+    def copy_logits(self, passages: Passages, states: Tensor) -> Tensor:
+        """Logits (B * A,) that a draft is its passage, in float32 at least, from the frames' states (B * A, T, D).
 
         Where nothing matched they are the smallest number: the probability is 0.
         """
+        lengths = passages.lengths.flatten()
         dtype = torch.promote_types(self.copy_state.dtype, torch.float32)
         with torch.autocast(states.device.type, enabled=False):
             logits = states.mean(1, dtype=dtype) @ self.copy_state.to(dtype)

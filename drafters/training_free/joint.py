@@ -1,8 +1,8 @@
 """The joint drafter: combines several training-free sources, weighted by how often each was right, in one tree."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 from itertools import islice
 
 import numpy as np
@@ -12,15 +12,15 @@ from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.tree import DraftTree
+from drafters.trees.best_first import best_first
+from drafters.trees.search import SearchLimits
 
 BITS = 20  # enough for a token id, so that a context of w tokens is one integer of w * BITS bits
 TOKEN_MASK = (1 << BITS) - 1
-EXPERIENCES = 36  # number of classes that `Followers.experience` distinguishes
+EXPERIENCES = 36  # number of classes that `FollowerWeights.experience` distinguishes
 TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)  # kinds of sources
 MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
 MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
-# In a heap entry, in place of the negated token: the remaining sources of the context are still to be read.
-NEXT_SOURCE = 1
 
 
 def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
@@ -31,7 +31,7 @@ def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
     return longer
 
 
-class Followers:
+class FollowerWeights:
     """Tokens that followed one context, each weighted more than the one before it by a constant factor.
 
     Its ``experience``, a number below `EXPERIENCES`, classifies it by how many different tokens it holds and how often
@@ -70,14 +70,14 @@ def _experience(num_tokens: int, count: int) -> int:
 
 
 class FollowerTable:
-    """The `Followers` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
+    """The `FollowerWeights` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
 
     Beyond ``max_contexts`` of one length the oldest quarter is dropped.
     """
 
     def __init__(self, order: int, growth: float = 1.1, max_followers: int = 8, max_contexts: int = 1_000_000) -> None:
         self.growth, self.max_followers, self.max_contexts = growth, max_followers, max_contexts
-        self.widths: list[dict[int, Followers]] = [{} for _ in range(order)]
+        self.widths: list[dict[int, FollowerWeights]] = [{} for _ in range(order)]
 
     def learn(self, keys: Sequence[int], token: int) -> None:
         """Count a token that follows the contexts ``keys``, which are ordered from the shortest."""
@@ -85,7 +85,7 @@ class FollowerTable:
             if (followers := contexts.get(key)) is not None:
                 followers.add(token, self.growth, self.max_followers)
                 continue
-            contexts[key] = Followers(token)
+            contexts[key] = FollowerWeights(token)
             if len(contexts) > self.max_contexts:
                 for old in list(islice(contexts, self.max_contexts // 4)):
                     del contexts[old]
@@ -99,6 +99,7 @@ class FollowerTable:
 
 
 @register("joint", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
+@dataclass(eq=False)
 class Joint(Drafter):
     """Drafts the most probable continuations by n-grams, earlier texts and the base's runner-up tokens. Our own method.
 
@@ -121,30 +122,27 @@ class Joint(Drafter):
         corpus: N-grams of a fixed text, if any.
     """
 
-    def __init__(
-        self,
-        num_nodes: int = 16,
-        min_probability: float = 0.02,
-        order: int = 3,
-        history: bool = True,
-        runner_up: int = 4,
-        fade: float = 0.9,
-        corpus: CorpusTable | None = None,
-    ) -> None:
-        check_at_least(1, num_nodes=num_nodes)
-        check_at_least(2, order=order)
-        check_at_least(0, runner_up=runner_up)
-        if not 0 < min_probability < 1 or not 0 < fade <= 1:
-            raise ValueError(f"need 0 < min_probability < 1 and 0 < fade <= 1, not {min_probability} and {fade}")
-        self.num_nodes, self.min_probability, self.order = num_nodes, min_probability, order
-        self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
-        self.corpus = corpus
-        self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # a cache, by context
-        self.required_outputs = RequiredOutputs(top_k=runner_up)
+    num_nodes: int = 16
+    min_probability: float = 0.02
+    order: int = 3
+    history: bool = True
+    runner_up: int = 4
+    fade: float = 0.9
+    corpus: CorpusTable | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_nodes=self.num_nodes)
+        check_at_least(2, order=self.order)
+        check_at_least(0, runner_up=self.runner_up)
+        if not 0 < self.min_probability < 1 or not 0 < self.fade <= 1:
+            wrong = f"{self.min_probability} and {self.fade}"
+            raise ValueError(f"need 0 < min_probability < 1 and 0 < fade <= 1, not {wrong}")
+        self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(self.order)]  # by context
+        self.required_outputs = RequiredOutputs(top_k=self.runner_up)
         self.reset()
 
     def reset(self) -> None:
-        self._past = FollowerTable(self.order, self.growth)
+        self._past = FollowerTable(self.order, 1 / self.fade)
         self._runners_up: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
         widths = range(self.order)
         # By kind of source, length of context and experience: [times read, times it held the next token].
@@ -157,7 +155,7 @@ class Joint(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         if self.history:
             self._past.learn_text(self._text)
-        self._here = FollowerTable(self.order, self.growth)
+        self._here = FollowerTable(self.order, 1 / self.fade)
         self._tables = [list(self._lookups(num_keys)) for num_keys in range(self.order + 1)]
         self._text = []
         self._keys: list[int] = []  # the contexts at the end of the text, the shortest first
@@ -228,14 +226,16 @@ class Joint(Drafter):
             followers[key] = tuple(distinct)[:MAX_CORPUS_FOLLOWERS]
         return followers[key]
 
-    def _shares(self, keys: Sequence[int]) -> Iterator[tuple[float, dict[int, float], float]]:
-        """Distribute the probability of the next token over the sources of the contexts ``keys``, one by one.
+    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
+        """Return (probability, token) pairs of the tokens that may follow contexts, the most probable first.
 
-        Yields the probability per unit of weight, the weights of the tokens that no earlier source held, and the
-        probability that remains for later sources.
+        The probabilities add up to at most one. They are distributed over the sources of the contexts, one by one; of
+        each only the tokens count that no earlier source holds. Sources that hold no token of ``min_probability`` need
+        not be read.
         """
         remaining = 1.0
-        earlier: dict[int, float] = {}
+        pairs: list[tuple[float, int]] = []
+        earlier: set[int] = set()
         for width, table, hits, ranks in self._tables[len(keys)]:
             source = table(keys[width])
             if not source:
@@ -254,63 +254,29 @@ class Joint(Drafter):
                 total = sum(weights.values())
             share = remaining * (num_hits / num_reads)
             remaining -= share
-            yield share / total, weights, remaining
-            earlier |= weights
+            unit = share / total
+            pairs += [(unit * weight, token) for token, weight in weights.items()]
+            earlier.update(weights)
+            if remaining < min_probability:
+                break
+        return sorted(pairs, reverse=True)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        min_probability, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
-        tokens: list[int] = []
-        parents: list[int] = []
-        # Of the root and of each node: its contexts, depth, probability, and the sources that are not yet read.
-        keys = self.contexts_after(seq)
-        contexts, depths, probabilities, sources = [keys], [0], [1.0], [self._shares(keys)]
-        # Heap of (-probability, index into `contexts`, -token). An entry with NEXT_SOURCE holds the probability that
-        # remains for the unread sources of a context. No token of theirs is more probable, so few sources are read.
-        heap: list[tuple[float, int, int]] = [(-1.0, 0, NEXT_SOURCE)] if limits.max_depth > 0 else []
-        while heap and len(tokens) < room:
-            negative, place, token = heappop(heap)
-            if token != NEXT_SOURCE:
-                token = -token
-                tokens.append(token)
-                parents.append(place - 1)
-                contexts.append(extended(contexts[place], token, self.order))
-                depths.append(depths[place] + 1)
-                probabilities.append(-negative)
-                place = len(tokens)
-                sources.append(self._shares(contexts[place]))
-                if depths[place] >= limits.max_depth or token in limits.eos or place == room:
-                    continue
-            above = probabilities[place]
-            for unit, weights, remaining in sources[place]:
-                for token, weight in weights.items():
-                    probability = above * (unit * weight)
-                    if probability >= min_probability:
-                        heappush(heap, (-probability, place, -token))
-                if above * remaining >= min_probability:
-                    heappush(heap, (-above * remaining, place, NEXT_SOURCE))
-                break  # the other sources are read when their NEXT_SOURCE entry is popped
-        tree = DraftTree(tokens, parents, probabilities=probabilities[1:])
+        contexts = [self.contexts_after(seq)]  # of the root and of each node
+        tree = best_first(
+            lambda node, probability: self.following(contexts[node + 1], self.min_probability / probability),
+            lambda parent, token: contexts.append(extended(contexts[parent + 1], token, self.order)),
+            SearchLimits(min(self.num_nodes, limits.max_nodes), limits.max_depth, limits.eos, self.min_probability),
+        )
         self.expect(tree, contexts)
         return tree
 
-    # ---- for a drafter that builds the tree itself
+    # ---- also for a drafter that builds the tree itself
 
     def contexts_after(self, seq: Sequence[int]) -> list[int]:
         """Learn the tokens of a text that were not observed, and return the contexts at its end."""
         self._learn(seq[len(self._text) :])
         return self._keys
-
-    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
-        """Return (probability, token) pairs of the tokens that may follow contexts, the most probable first.
-
-        The probabilities add up to at most one. Sources that hold no token of ``min_probability`` need not be read.
-        """
-        pairs = []
-        for unit, weights, remaining in self._shares(keys):
-            pairs += [(unit * weight, token) for token, weight in weights.items()]
-            if remaining < min_probability:
-                break
-        return sorted(pairs, reverse=True)
 
     def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
         """Tell which tree will be fed, with the contexts of its root and nodes, so that `observe` can learn from it."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
@@ -11,6 +12,7 @@ from drafters.tree import ROOT, DraftTree
 
 
 @register("lookahead")
+@dataclass(eq=False)
 class Lookahead(Drafter):
     """Lookahead decoding (Fu et al., arXiv 2402.02057, section 3) with n-grams of N tokens, window W and G guesses.
 
@@ -41,33 +43,28 @@ class Lookahead(Drafter):
         pool: Pool to share with another drafter. By default the drafter has its own and empties it before each text.
     """
 
+    level: int = 5
+    window: int = 7
+    guesses: int = 7
+    pool_from_prompt: bool = False
+    drop_last: bool = False
+    seed: int = 0
+    pool: NgramPool | None = None
     required_outputs = RequiredOutputs(top_k=1)
 
-    def __init__(
-        self,
-        level: int = 5,
-        window: int = 7,
-        guesses: int = 7,
-        pool_from_prompt: bool = False,
-        drop_last: bool = False,
-        seed: int = 0,
-        pool: NgramPool | None = None,
-    ) -> None:
-        check_at_least(3, level=level)
-        check_at_least(1, window=window)
-        check_at_least(0, guesses=guesses)
-        self.level, self.window, self.guesses = level, window, guesses
-        self.pool_from_prompt, self.drop_last, self.seed = pool_from_prompt, drop_last, seed
-        self.pool = NgramPool(guesses) if pool is None else pool
-        self._owns_pool = pool is None
-        self.remembers = not self._owns_pool
+    def __post_init__(self) -> None:
+        check_at_least(3, level=self.level)
+        check_at_least(1, window=self.window)
+        check_at_least(0, guesses=self.guesses)
+        self.remembers = self.pool is not None
+        self._pool = NgramPool(self.guesses) if self.pool is None else self.pool
         # The layout of the window depends only on the number of filled levels, and its depth is always the same.
-        self._depth = window + level - 3
-        self._combs = [comb(self._depth - filled, filled) for filled in range(level - 1)]
+        self._depth = self.window + self.level - 3
+        self._combs = [comb(self._depth - filled, filled) for filled in range(self.level - 1)]
 
     def begin(self, prompt: Sequence[int]) -> None:
-        if self._owns_pool:
-            self.pool.clear()
+        if self.pool is None:
+            self._pool.clear()
         draw = random.Random(self.seed).choice
         self._levels = [[draw(prompt) for _ in range(self._depth)]]  # the trunk and the filled levels
         self._num_read = 0
@@ -76,7 +73,7 @@ class Lookahead(Drafter):
     def _read(self, seq: Sequence[int]) -> None:
         if self.pool_from_prompt:
             for end in range(max(self._num_read + 1, self.level), len(seq) + 1):
-                self.pool.insert(seq[end - self.level], seq[end - self.level + 1 : end])
+                self._pool.insert(seq[end - self.level], seq[end - self.level + 1 : end])
             self._num_read = len(seq)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -97,7 +94,7 @@ class Lookahead(Drafter):
         if len(self._levels) < self.level - 1:
             return
         max_len = min(limits.max_depth, self.level - 1 - self.drop_last)
-        for gram in reversed(self.pool.newest(self._root, self.guesses or None)):
+        for gram in reversed(self._pool.newest(self._root, self.guesses or None)):
             gram = gram[:max_len]
             yield gram[: next((i + 1 for i, token in enumerate(gram) if token in limits.eos), max_len)]
 
@@ -113,7 +110,7 @@ class Lookahead(Drafter):
         if len(levels) == self.level - 1:
             keys = [self._root, *levels[0]]  # `_root` is still the root of the observed step
             for key, gram in zip(keys, zip(*levels[1:], after, strict=True), strict=True):
-                self.pool.insert(key, gram)
+                self._pool.insert(key, gram)
             self._levels = [levels[1][1:], *levels[2:], after]
         else:
             self._levels = [level[1:] for level in levels] + [after if len(levels) == 1 else after[1:]]
@@ -124,7 +121,7 @@ class Lookahead(Drafter):
 
     def reset(self) -> None:
         """Empty the pool, even a shared one."""
-        self.pool.clear()
+        self._pool.clear()
 
 
 def comb(trunk: int, levels: int) -> list[int]:

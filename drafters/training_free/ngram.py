@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, StepResult
@@ -179,20 +180,18 @@ class ANPD(_NgramIndex):
 class PromptLookup(_NgramIndex):
     """Prompt lookup decoding (Saxena 2023): copy what followed the leftmost earlier match of the last tokens.
 
-    Longer matches are tried first. The two public implementations differ if less than ``num_draft`` tokens follow the
-    match, and in the treatment of end-of-sequence tokens; ``partial`` selects one.
+    Longer matches are tried first. What is there of a match is copied, up to an end-of-sequence token, as transformers
+    does it.
 
     Args:
         max_ngram: Number of tokens of the longest suffix to match; shorter ones are tried next.
         num_draft: Largest number of tokens to copy.
-        partial: If true, copy the tokens that are there, up to an end-of-sequence token, as transformers does. If not,
-            copy exactly ``num_draft`` tokens or try a shorter match, as the original code does.
     """
 
-    def __init__(self, max_ngram: int = 3, num_draft: int = 10, partial: bool = True) -> None:
+    def __init__(self, max_ngram: int = 3, num_draft: int = 10) -> None:
         check_at_least(1, max_ngram=max_ngram, num_draft=num_draft)
         super().__init__(shortest=1, longest=max_ngram)
-        self.max_ngram, self.num_draft, self.partial = max_ngram, num_draft, partial
+        self.max_ngram, self.num_draft = max_ngram, num_draft
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._first: dict[Gram, int] = {}  # n-gram -> the end of its leftmost occurrence
@@ -211,19 +210,10 @@ class PromptLookup(_NgramIndex):
         start = self._match(seq)
         if start is None or room < 1:
             return DraftTree()
-        draft = list(seq[start : start + room])
-        for index, token in enumerate(draft):
-            if token in limits.eos:
-                return DraftTree.chain(draft[: index + (not self.partial)])
-        return DraftTree.chain(draft)
+        return DraftTree.chain([*takewhile(lambda token: token not in limits.eos, seq[start : start + room])])
 
     def _match(self, seq: Sequence[int]) -> int | None:
         """Return the position to copy from. The leftmost match decides, because it has the most text after it."""
-        length, tail = len(seq), tuple(seq[-self.max_ngram :])
-        for width in range(len(tail), 0, -1):
-            start = self._first[tail[-width:]]
-            # The original code needs a full copy whose first token lies before the suffix itself.
-            is_full = start + self.num_draft <= length and start < length - width
-            if start < length if self.partial else is_full:
-                return start
-        return None
+        tail = tuple(seq[-self.max_ngram :])
+        ends = (self._first[tail[start:]] for start in range(len(tail)))
+        return next((end for end in ends if end < len(seq)), None)

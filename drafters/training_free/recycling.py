@@ -1,12 +1,13 @@
 """Token recycling: drafts the tokens that the base found probable after the same token before."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_choices
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree, Growth
@@ -26,6 +27,7 @@ PAPER_CHILDREN = (
 
 
 @register("token_recycling")
+@dataclass(eq=False)
 class TokenRecycling(Drafter):
     """Token recycling (Luo et al., arXiv 2408.08696).
 
@@ -43,14 +45,14 @@ class TokenRecycling(Drafter):
             first ``num_nodes`` nodes of the tree that the authors published, which is fixed.
     """
 
-    def __init__(
-        self, num_nodes: int = 80, top_k: int = 8, template: Literal["best_first", "paper"] = "best_first"
-    ) -> None:
-        check_at_least(1, num_nodes=num_nodes, top_k=top_k)
-        if template not in ("best_first", "paper"):
-            raise ValueError(f"template must be best_first or paper, not {template!r}")
-        self.num_nodes, self.top_k, self.template = num_nodes, top_k, template
-        self.required_outputs = RequiredOutputs(top_k=top_k)
+    num_nodes: int = 80
+    top_k: int = 8
+    template: Literal["best_first", "paper"] = "best_first"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(1, num_nodes=self.num_nodes, top_k=self.top_k)
+        self.required_outputs = RequiredOutputs(top_k=self.top_k)
         self._successors: dict[int, Sequence[int]] = {}
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:

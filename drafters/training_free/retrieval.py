@@ -1,6 +1,7 @@
 """Retrieval drafter: drafts what followed the last tokens in a large text, found in its suffix array."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from drafters.tree import ROOT, DraftTree
 
 
 @register("rest", "STORE", load=SuffixArray.open, argument="store", command="datastore")
+@dataclass(eq=False)
 class REST(Drafter):
     """Retrieval-based speculative decoding (REST, arXiv 2311.08252, section 3).
 
@@ -27,32 +29,25 @@ class REST(Drafter):
         shortest: Number of tokens of the shortest suffix to look up.
         num_hits: Largest number of occurrences to read, the first in the order of the suffix array.
         length: Largest number of tokens to read after an occurrence.
-        official_cut: Whether to limit the tree as the paper's code does: prefixes with the most distinct tokens are
-            dropped until the distinct tokens of all prefixes, summed per prefix, are at most ``num_draft``.
     """
 
+    store: SuffixArray
+    num_draft: int = 64
+    longest: int = 16
+    shortest: int = 2
+    num_hits: int = 5000
+    length: int = 10
     remembers = False
 
-    def __init__(
-        self,
-        store: SuffixArray,
-        num_draft: int = 64,
-        longest: int = 16,
-        shortest: int = 2,
-        num_hits: int = 5000,
-        length: int = 10,
-        official_cut: bool = False,
-    ) -> None:
-        check_at_least(1, num_draft=num_draft, shortest=shortest, num_hits=num_hits, length=length)
-        check_at_least(shortest, longest=longest)
-        if longest + length > store.depth:
+    def __post_init__(self) -> None:
+        check_at_least(1, num_draft=self.num_draft, shortest=self.shortest, num_hits=self.num_hits, length=self.length)
+        check_at_least(self.shortest, longest=self.longest)
+        if (depth := self.longest + self.length) > self.store.depth:
             raise ValueError(
-                f"the datastore is sorted by {store.depth} tokens, and longest + length is {longest + length}: "
+                f"the datastore is sorted by {self.store.depth} tokens, and longest + length is {depth}: "
                 "look up less, or build it again with a greater --depth"
             )
-        self.store, self.num_draft, self.longest, self.shortest = store, num_draft, longest, shortest
-        self.num_hits, self.length, self.official_cut = num_hits, length, official_cut
-        self._offsets = np.arange(longest + length)[:, None]
+        self._offsets = np.arange(depth)[:, None]
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         room, deepest = min(self.num_draft, limits.max_nodes), min(self.length, limits.max_depth)
@@ -62,8 +57,7 @@ class REST(Drafter):
         last = min(last, first + self.num_hits)
         places = self.store.suffixes[first:last] + self._offsets[matched : matched + deepest]
         columns = self.store.tokens.take(places, mode="clip")  # (depth, hits); the last token of the text is a border
-        tree = most_frequent(columns, room, self.store.border, limits.eos)
-        return officially_cut(tree, room) if self.official_cut else tree
+        return most_frequent(columns, room, self.store.border, limits.eos)
 
 
 def most_frequent(columns: np.ndarray, max_nodes: int, border: int, eos: Iterable[int]) -> DraftTree:
@@ -93,16 +87,3 @@ def most_frequent(columns: np.ndarray, max_nodes: int, border: int, eos: Iterabl
     nodes = {start: node for node, start in enumerate(chosen.tolist())}
     parents = [nodes[run] if start >= width else ROOT for start, run in zip(nodes, above, strict=True)]
     return DraftTree(columns.ravel()[chosen].tolist(), parents)
-
-
-def officially_cut(tree: DraftTree, max_tokens: int) -> DraftTree:
-    """Keep the prefixes with the fewest distinct tokens, then the shortest, up to ``max_tokens`` in sum."""
-    paths = [tree.path_tokens(node) for node in range(len(tree))]
-    paths.sort(key=lambda path: (-len(set(path)), -len(path), path))
-    total, kept = 0, []
-    for path in reversed(paths):
-        total += len(set(path))
-        if total > max_tokens:
-            break
-        kept.append(path)
-    return DraftTree.from_paths(kept)

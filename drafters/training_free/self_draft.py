@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from drafters.checks import check_at_least
@@ -18,6 +19,7 @@ CORPUS_CHAINS, CORPUS_CHAINS_BESIDE_A_FULL_CACHE = 3, 2
 
 
 @register("self_draft", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
+@dataclass(eq=False)
 class SelfDraft(Drafter):
     """Multi-branch self-drafting (Self-Draft paper, Algorithm 1).
 
@@ -55,26 +57,23 @@ class SelfDraft(Drafter):
         corpus: The corpus cache, if any.
     """
 
+    branch_len: int = 6
+    num_branches: int = 6
+    gram: int = 4
+    max_pad: int = 2
+    cache_size: int = 10
+    text_ngrams: bool = True
+    drop_last: bool = False
+    seed: int = 0
+    corpus: CorpusTable | None = None
     required_outputs = RequiredOutputs(top_k=1)
 
-    def __init__(
-        self,
-        branch_len: int = 6,
-        num_branches: int = 6,
-        gram: int = 4,
-        max_pad: int = 2,
-        cache_size: int = 10,
-        text_ngrams: bool = True,
-        drop_last: bool = False,
-        seed: int = 0,
-        corpus: CorpusTable | None = None,
-    ) -> None:
-        check_at_least(1, gram=gram, num_branches=num_branches, max_pad=max_pad, cache_size=cache_size)
-        check_at_least(3, branch_len=branch_len)
-        self.branch_len, self.num_branches, self.gram = branch_len, num_branches, min(gram, branch_len - 1)
-        self.max_pad, self.cache_size, self.seed = max_pad, cache_size, seed
-        self.text_ngrams, self.drop_last, self.corpus = text_ngrams, drop_last, corpus
-        self.cache = NgramPool(cache_size)
+    def __post_init__(self) -> None:
+        check_at_least(1, gram=self.gram, num_branches=self.num_branches, max_pad=self.max_pad)
+        check_at_least(1, cache_size=self.cache_size)
+        check_at_least(3, branch_len=self.branch_len)
+        self.gram = min(self.gram, self.branch_len - 1)
+        self.cache = NgramPool(self.cache_size)
         self.reset()
 
     def reset(self) -> None:

@@ -2,8 +2,18 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.search import SearchLimits
+
+
+def with_passages(trees: list[DraftTree], passages: Tensor, shares: Tensor, limits: SearchLimits) -> list[DraftTree]:
+    """`with_passage` of each of A trees, from passages (A, T) and their probabilities (A,) on the device."""
+    rows = torch.cat([shares[:, None], passages.to(shares.dtype)], 1)  # one copy; float32 holds token ids exactly
+    pairs = zip(trees, rows.tolist(), strict=True)
+    return [with_passage(tree, passage, share, limits) for tree, (share, *passage) in pairs]
 
 
 def with_passage(tree: DraftTree, passage: Sequence[float], share: float, limits: SearchLimits) -> DraftTree:

@@ -44,13 +44,13 @@ class SearchLimits(NamedTuple):
     is_chain: bool = False  # take a single path: below each node only its most probable child
 
 
-def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = True) -> list[DraftTree]:
+def search(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
     """The trees whose nodes are the ``num_nodes`` most probable texts below each of A roots.
 
     The probability of a node is that of all drafts that begin with its path: without a blank the product over its
     tokens, with one the sum over all alignments (`drafters.ctc.reference`). A node is at most as probable as its
     parent, so the most probable nodes form a tree, and repeatedly taking the most probable child of any node taken
-    before finds exactly them (EAGLE-2, section 4; DDTree). With ``merge_repeats``, CTC frames merge equal neighbours.
+    before finds exactly them (EAGLE-2, section 4; DDTree).
 
     The nodes come with their probabilities, most probable first and thus parents before children. Among equally
     probable nodes the one whose parent came first is first, then that of the earlier candidate.
@@ -71,15 +71,13 @@ def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = T
     numbers = [np.ascontiguousarray(array, dtype=probs.dtype) for array in (probs, blank, *bias)]
     eos = np.fromiter(limits.eos, np.int64, len(limits.eos))
     sizes = max(limits.num_nodes, 0), int(limits.max_depth), float(limits.min_probability)
-    arguments = [*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats]
+    arguments = [*numbers, rows, eos, *sizes, limits.is_chain, is_ctc]
     drafts = zip(*(array.tolist() for array in _search(*arguments)), strict=True)
     return [DraftTree(ids[:size], parents[:size], probabilities=path[:size]) for ids, parents, path, size in drafts]
 
 
 @njit(cache=True)
-def _search(
-    probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_probability, is_chain, is_ctc, merge_repeats
-):
+def _search(probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_probability, is_chain, is_ctc):
     """Tokens, parents and probabilities (A, M) of the nodes of each draft, and the numbers of nodes (A,)."""
     num_drafts, num_frames, num_candidates = probs.shape
     num_rows, root = rows.shape[1], factors.shape[1] - 1  # the root's row of the bias, or the only row without a bias
@@ -107,7 +105,7 @@ def _search(
                 bias = min(last, root) if newest > 0 else root
                 if is_ctc:
                     frames = p, blank[draft], frame_factors, frame_scales
-                    _spell(newest, above, chosen, frames, merge_repeats, blank_end, label_end)
+                    _spell(newest, above, chosen, frames, blank_end, label_end)
                     # A child's prefix probability sums over the frame in which it is first emitted.
                     repeat_score = 0.0
                     for t in range(num_frames):
@@ -115,9 +113,9 @@ def _search(
                         if source > 0.0:
                             for j in range(num_candidates):
                                 scores[newest, j] += source * p[t, j]
-                        if merge_repeats and newest > 0:
+                        if newest > 0:
                             repeat_score += blank_end[newest, t] * frame_scales[bias, t] * p[t, last]
-                    if merge_repeats and newest > 0:
+                    if newest > 0:
                         scores[newest, last] = repeat_score
                     for j in range(num_candidates):
                         scores[newest, j] *= frame_factors[bias, j]
@@ -166,19 +164,18 @@ def _usable(rows, eos):
 
 
 @njit(cache=True)
-def _spell(node, above, chosen, frames, merge_repeats, blank_end, label_end):
+def _spell(node, above, chosen, frames, blank_end, label_end):
     """Write b_t and n_t of a node, by the recursion of `drafters.ctc.reference`."""
     probs, blank, factors, scales = frames
     parent, last, root = above[node], chosen[node], len(factors) - 1
     bias = min(last, root) if node > 0 else root
     bias_above = min(chosen[parent], root) if parent > 0 else root
-    # Where equal neighbours are merged, a repetition of the token above has to enter from a blank.
-    repeats = merge_repeats and parent > 0 and chosen[parent] == last
+    repeats = parent > 0 and chosen[parent] == last  # a repetition of the token above has to enter from a blank
     for t in range(len(probs)):
         none = blank[t] * factors[bias, -1] * scales[bias, t]
         if node > 0:
             source = blank_end[parent, t] + (0.0 if repeats else label_end[parent, t])
             enter = source * probs[t, last] * factors[bias_above, last] * scales[bias_above, t]
             stay = probs[t, last] * factors[bias, last] * scales[bias, t]
-            label_end[node, t + 1] = label_end[node, t] * stay + enter if merge_repeats else enter
+            label_end[node, t + 1] = label_end[node, t] * stay + enter
         blank_end[node, t + 1] = (blank_end[node, t] + label_end[node, t]) * none

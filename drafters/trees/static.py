@@ -1,16 +1,11 @@
 """Static trees: paths of ranks, found once and filled with the most probable tokens of each draft."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import chain
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from drafters.tree import ROOT, DraftTree
-from drafters.trees.dynamic import FeedBeam
+from drafters.tree import DraftTree
 
 RankPath = tuple[int, ...]
 """The rank of each node's token among the most probable ones at its depth, from the root down."""
@@ -58,44 +53,3 @@ def fill(paths: Sequence[RankPath], tokens: np.ndarray) -> DraftTree:
     """Fill a static tree with the most probable tokens (K, k) of each depth, distinct within one."""
     rows = tokens.tolist()
     return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])
-
-
-def grow(logits: Tensor, feed: FeedBeam, paths: Sequence[RankPath]) -> list[DraftTree]:
-    """The static trees at A roots of a drafter that predicts the next token at every node (EAGLE, arXiv 2401.15077).
-
-    A node has the token of its rank among the most probable ones after its own parent. The nodes with children are fed
-    to the draft module, one level after another. Takes logits (A, V) at the roots, and what runs the module.
-    """
-    num_ranks, levels, order, parents = _layout(tuple(paths), logits.device)
-    tokens: list[Tensor] = []  # (A, n) of each level
-    logits = logits[:, None]  # (A, W, V)
-    for places, inner_nodes, slots in levels:
-        tokens.append(logits.topk(num_ranks).indices.flatten(1)[:, places])
-        if len(inner_nodes):
-            logits = feed(tokens[-1][:, inner_nodes], slots.expand(len(logits), -1))
-    return [DraftTree(row, parents) for row in torch.cat(tokens, dim=1)[:, order].tolist()]
-
-
-@lru_cache(maxsize=8)
-def _layout(
-    paths: tuple[RankPath, ...], device: torch.device
-) -> tuple[int, list[tuple[Tensor, ...]], Tensor, list[int]]:
-    """What `grow` needs of a tree; it is copied to the device only once.
-
-    Returns the number of ranks k, the levels, the place of each node among the nodes of all levels, and the parents. A
-    level says where its n tokens stand among the W * k of the beam, which of them are inner nodes, and whose slots.
-    """
-    inner, num_ranks = {path[:-1] for path in paths}, 1 + max(path[-1] for path in paths)
-    beam: list[RankPath] = [()]  # the nodes whose children make the level
-    numbers, nodes = list[list[int]](), list[RankPath]()
-    while beam:
-        level = [path for path in paths if path[:-1] in beam]
-        slots = [beam.index(path[:-1]) for path in level]
-        places = [slot * num_ranks + path[-1] for slot, path in zip(slots, level, strict=True)]
-        inner_nodes = [node for node, path in enumerate(level) if path in inner]
-        numbers += [places, inner_nodes, [slots[node] for node in inner_nodes]]
-        nodes, beam = nodes + level, [level[node] for node in inner_nodes]
-    numbers.append([nodes.index(path) for path in paths])
-    *parts, order = torch.tensor(list(chain(*numbers)), device=device).split([len(part) for part in numbers])
-    levels = [tuple(parts[at : at + 3]) for at in range(0, len(parts), 3)]
-    return num_ranks, levels, order, [paths.index(path[:-1]) if len(path) > 1 else ROOT for path in paths]

@@ -1,6 +1,6 @@
-"""Measures drafters beside each other: answers, then metrics, then tables, plots and one page.
+"""Measures drafters beside each other: ask, append answers, figures, tables, page.
 
-An evaluation goes straight through this folder: `command` makes a `plan`; `worker` decodes the `answers`, or `server`
-asks a server for them; `metrics` computes the figures (with `breakdowns`, `step_times` and `intervals`); `results`
-keeps them in a folder; `tables`, `plots` and `page` show them. `report` reads folders back, and `compare` two of them.
+An evaluation goes straight through `run`: `own_loop` or `server` is the source of the answers, which `answers` keeps;
+`figures` computes what is reported (with `step_times` and `intervals`); `results` writes and reads a folder; `tables`,
+`plots` and `page` show it. `command` has the entries, `report` and `compare` read folders back.
 """

@@ -1,33 +1,29 @@
-"""Answers with the cost of every step: how they are decoded, and how they are kept as JSON lines.
+"""Answers with the cost of every step, and the files that keep them: JSON lines that grow while an evaluation runs.
 
 The lines have the form of FastChat, which Spec-Bench's tools read too.
 """
 
-import json
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data.benchmarks import Question
 from data.conversations import Message, user_message
-from data.files import read_json_lines, reading, validated, write_text
-from data.templates import decode_answer
+from data.files import validated
 from inference.evaluate.intervals import Count, Figure
-from inference.prompts import encode_question
-from inference.verifier.base import Base
-from inference.verifier.session import PHASES, Session, Step
+from inference.journal import Journal
+from inference.runs import folder_above
+from inference.verifier.session import PHASES, Step
 
-Messages = list[Message]
-Slot = tuple[int, str]  # the index of a question, and the name of a drafter
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
-WARM_UP_TOKENS = 16
+RUN = Path("answers", "run.jsonl")  # in the folder of the results
+REPLACED = "answers.old"
+WRITES = "answers", "plots", "results.json", "results.csv", "results.md", "report.html"
+
+Key = tuple[int, int]  # how often all questions were answered before, and the id of a question
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,12 @@ class Answer:
 
     question_id: int
     category: str
-    drafter: str
+    drafter: str  # the name in the tables
     turns: list[Turn]
     ended: list[bool]  # whether each turn ended with an end-of-sequence token, rather than at the length cap
     peak_bytes: Count | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
+    repeat: Count = 0  # how often all questions were answered before
+    load: Figure | None = None  # `load_average` at its end
 
     @property
     def seconds(self) -> float:
@@ -61,46 +59,17 @@ class Answer:
         return sum(turn.seconds for turn in self.turns)
 
 
-# ---- decoding
-
-
-def answer_question(
-    session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int
-) -> Answer:
-    """Decode all turns of a question with the drafter of a session, see `answer_turns`."""
-    on_gpu = base.model.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(base.model.device)
-
-    def write(messages: Messages, prompt: list[int]) -> tuple[Turn, bool]:
-        tokens, steps = list[int](), list[Step]()
-        started, marks = time.perf_counter(), [time.thread_time()]
-        for emitted, cost in session.decode(prompt, max_new_tokens, base.eos):
-            marks.append(time.thread_time())
-            tokens += emitted
-            steps.append(cost)
-        seconds, text = time.perf_counter() - started, decode_answer(tokens, base.tokenizer).strip()
-        # A thread that waits for a GPU is not slowed down by other work.
-        cpu_seconds = [] if on_gpu else [after - before for before, after in pairwise(marks)]
-        return Turn(text, tokens, len(prompt), steps, seconds, cpu_seconds), bool(tokens) and tokens[-1] in base.eos
-
-    encode = partial(encode_question, base, question, template=template)
-    turns, ended = answer_turns(question, encode, base.context_length, write)
-    peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
-    return Answer(question.question_id, question.category, name, turns, ended, peak)
-
-
 def answer_turns(
     question: Question,
-    encode: Callable[[Messages], list[int]],
+    encode: Callable[[list[Message]], list[int]],
     context_length: int,
-    write: Callable[[Messages, list[int]], tuple[Turn, bool]],
+    write: Callable[[list[Message], list[int]], tuple[Turn, bool]],
 ) -> tuple[list[Turn], list[bool]]:
-    """Answer all turns of a question; ``write`` writes a turn after a prompt, and tells whether it ended by itself.
+    """Answer all turns of a question; ``write`` writes a turn after a prompt, and returns whether it ended by itself.
 
     Each prompt contains the earlier answers. A later turn that no longer fits into the context ends the answer early.
     """
-    messages: Messages = []
+    messages: list[Message] = []
     turns: list[Turn] = []
     ended: list[bool] = []
     for text in question.turns:
@@ -115,55 +84,6 @@ def answer_turns(
     return turns, ended
 
 
-def decoding_order(names: Sequence[str], indices: Iterable[int], repeat: int = 0) -> list[Slot]:
-    """All drafters on the first question, then on the second, and so on; each time another drafter comes first."""
-    firsts = [(index, (place + repeat) % len(names)) for place, index in enumerate(indices)]
-    return [(index, name) for index, first in firsts for name in [*names[first:], *names[:first]]]
-
-
-def answer_questions(
-    base: Base,
-    sessions: dict[str, Session],
-    questions: Mapping[int, Question],
-    template: str,
-    max_new_tokens: int,
-    done: Mapping[Slot, Answer] | None = None,
-    repeat: int = 0,
-    unfinished: Iterable[str] = (),
-    resets: bool = True,
-) -> Iterator[tuple[Slot, Answer]]:
-    """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
-
-    Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
-    answers that are done once more, because what it drafts for the others depends on them. Sessions are given by the
-    names of their drafters, questions by their indices, ``done`` are the answers of an interrupted run, and all
-    questions were decoded ``repeat`` times before.
-
-    Drafters that keep their memory over several benchmarks are warmed up and reset (``resets``) before the first only.
-    Those that are ``unfinished`` in any of the benchmarks decode what is done in all of them once more.
-    """
-    done = done or {}
-    slots = decoding_order(list(sessions), questions, repeat)
-    unfinished = dict.fromkeys([*(name for index, name in slots if (index, name) not in done), *unfinished])
-    for name in unfinished if resets else ():
-        first = next(iter(questions.values()))
-        answer_question(sessions[name], name, first, base, template, min(WARM_UP_TOKENS, max_new_tokens))
-        sessions[name].drafter.reset()
-    for index, name in slots:
-        before, remembers = done.get((index, name)), sessions[name].drafter.remembers
-        if before and not (name in unfinished and remembers):
-            continue
-        answer = answer_question(sessions[name], name, questions[index], base, template, max_new_tokens)
-        if not before:
-            yield (index, name), answer
-        elif comparable(answer) != comparable(before):
-            warnings.warn(
-                f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
-                "not deterministic on this device, so the results may differ from those of an uninterrupted run",
-                stacklevel=2,
-            )
-
-
 def comparable(answer: Answer) -> list[Any]:
     """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic."""
     tokens = [turn.token_ids for turn in answer.turns]
@@ -171,9 +91,25 @@ def comparable(answer: Answer) -> list[Any]:
     return [tokens, steps]
 
 
+def turns_of(answers: Iterable[Answer]) -> list[Turn]:
+    """All turns of the answers."""
+    return [turn for answer in answers for turn in answer.turns]
+
+
+def count_tokens(turns: Iterable[Turn]) -> int:
+    """Number of tokens of some turns."""
+    return sum(len(turn.token_ids) for turn in turns)
+
+
+def decode_steps(turns: Iterable[Turn]) -> list[Step]:
+    """All steps except the prefill, which is the first step of each turn."""
+    return [step for turn in turns for step in turn.steps[1:]]
+
+
 def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
     """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
-    return [sorted(own, key=lambda answer: answer.seconds)[(len(own) - 1) // 2] for own in zip(*repeats, strict=True)]
+    by_question = (sorted(rounds, key=lambda answer: answer.seconds) for rounds in zip(*repeats, strict=True))
+    return [rounds[(len(rounds) - 1) // 2] for rounds in by_question]
 
 
 # ---- JSON lines
@@ -210,6 +146,8 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "model_id": answer.drafter,
         "category": answer.category,
         "choices": [choice],
+        "repeat": answer.repeat,
+        "load": answer.load,
         "tstamp": time.time(),
     }
 
@@ -219,33 +157,153 @@ def from_json(record: dict[str, Any]) -> Answer:
     choice = record["choices"][0]
     names = ("turns", "token_ids", "prompt_tokens", "steps", "wall_time", "step_cpu_times", "arrivals")
     fields = ("text", "token_ids", "prompt_tokens", "steps", "seconds", "cpu_seconds", "arrivals")
-    turns = [dict(zip(fields, own, strict=True)) for own in zip(*(choice[name] for name in names), strict=True)]
+    turns = [dict(zip(fields, values, strict=True)) for values in zip(*(choice[name] for name in names), strict=True)]
     for turn in turns:
         turn["steps"] = list(map(_step_from_json, turn["steps"]))
         if turn["cpu_seconds"] and len(turn["cpu_seconds"]) != len(turn["steps"]):
             raise ValueError("its steps and their CPU times differ in number")
     if len(choice["ended"]) != len(turns):
         raise ValueError("its turns and its ends differ in number")
-    measured = {name: choice[name] for name in ("ended", "peak_bytes")}
-    named = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
-    return validated(Answer, {**named, "turns": turns, **measured})
-
-
-def write(path: str | Path, answers: Iterable[Answer]) -> None:
-    """Write the answers, one per line, replacing the file."""
-    write_text(path, "".join(json.dumps(to_json(answer), ensure_ascii=False) + "\n" for answer in answers))
-
-
-def read(path: str | Path) -> list[Answer]:
-    """Read the answers that `write` wrote; raises ValueError if a line is not such an answer."""
-    answers, remedy = [], "delete the line, or run `drafters eval` again"
-    for place, record in read_json_lines(path, remedy):
-        with reading(place, remedy):
-            answers.append(from_json(record))
-    return answers
+    answer = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
+    answer |= {"turns": turns, "ended": choice["ended"], "peak_bytes": choice["peak_bytes"]}
+    return validated(Answer, answer | {name: record[name] for name in ("repeat", "load") if name in record})
 
 
 def _step_from_json(row: list[float]) -> dict[str, Any]:
     if len(row) != len(COUNTS) + len(PHASES) or min(row) < 0:
         raise ValueError(f"a step has {len(COUNTS)} counts and {len(PHASES)} times, none of them negative")
     return {**dict(zip(COUNTS, row, strict=False)), "seconds": row[len(COUNTS) :]}
+
+
+# ---- files
+
+
+class AnswerFiles:
+    """The answers of an evaluation: in memory, and in ``answers/`` of its folder, where each is on the disk at once.
+
+    ``run.jsonl`` begins with the conditions and holds what happened, such as the starts of the command. Each drafter
+    has a file for each benchmark, with a line for each answer. An evaluation that was interrupted continues with what
+    its folder holds. Nothing in the folder changes before the first new line. Without a folder nothing is written.
+
+    Args:
+        folder: The folder of the results; it need not exist yet.
+        conditions: The conditions of the evaluation, as JSON values.
+        overwrite: Replace what the folder holds. Until `finish` it is kept beside the new answers.
+
+    Raises ValueError if the folder cannot be created, or holds results under other conditions or of no evaluation.
+    """
+
+    def __init__(self, folder: Path | None, conditions: Mapping[str, Any], overwrite: bool = False) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._by_drafter: dict[tuple[str, str], dict[Key, Answer]] = {}  # by benchmark and drafter
+        self._journals: dict[tuple[str, str], Journal] = {}
+        self.folder, self._conditions = folder, conditions
+        self._run: Journal | None = None
+        if folder is None:
+            return
+        folder_above(folder / "results.json")
+        if not overwrite:
+            if (folder / REPLACED).exists() and not (folder / RUN).exists():
+                _delete(folder / "answers")  # the run that was to replace them ended without an answer
+                (folder / REPLACED).rename(folder / "answers")
+            names = [name for name in WRITES if (folder / name).exists()]
+            if names and not (folder / RUN).exists():
+                listed = ", ".join(names)
+                raise ValueError(f"{folder} already holds {listed}: give another --out, or --overwrite to replace them")
+            self._run = Journal(folder / RUN, conditions)
+            self.events = list(self._run)
+            for benchmark, journal, answers in read_answers(folder):
+                name = answers[0].drafter
+                self._journals[benchmark, name] = journal
+                self._by_drafter[benchmark, name] = {_key(answer): answer for answer in answers}
+
+    def answers(self, benchmark: str, drafter: str) -> Mapping[Key, Answer]:
+        """All answers of a drafter to the questions of a benchmark."""
+        return self._by_drafter.get((benchmark, drafter), {})
+
+    def all_answers(self) -> list[Answer]:
+        """All answers of all drafters."""
+        return [answer for answers in self._by_drafter.values() for answer in answers.values()]
+
+    def rounds(self, benchmark: str, drafters: Sequence[str], ids: Sequence[int]) -> dict[str, list[list[Answer]]]:
+        """Each drafter's answers of each repeat, in the order of the ids; only repeats that are complete for all."""
+        count = 0
+        while all((count, number) in self.answers(benchmark, name) for name in drafters for number in ids):
+            count += 1
+        return {
+            name: [[self.answers(benchmark, name)[repeat, number] for number in ids] for repeat in range(count)]
+            for name in drafters
+        }
+
+    def add(self, benchmark: str, answer: Answer) -> None:
+        """Add an answer; it is on the disk when this returns. An event must have been added before."""
+        record = to_json(answer)
+        kept = from_json(record)  # with times as they are read back
+        if journal := self._journal(benchmark, answer.drafter):
+            journal.append(record)
+        self._by_drafter.setdefault((benchmark, answer.drafter), {})[_key(kept)] = kept
+
+    def add_event(self, event: dict[str, Any]) -> None:
+        """Add what happened; it is on the disk when this returns."""
+        if self.folder:
+            self._started().append(event)
+        self.events.append(event)
+
+    def finish(self) -> None:
+        """Close all files, and delete the answers that were replaced."""
+        for journal in (self._run, *self._journals.values()):
+            if journal:
+                journal.close()
+        if self.folder:
+            _delete(self.folder / REPLACED)
+
+    def _started(self) -> Journal:
+        """The journal of the run; what is replaced is set aside first."""
+        assert self.folder is not None
+        if self._run is None:
+            place, replaced = self.folder / "answers", self.folder / REPLACED
+            if replaced.exists():  # a run that was to replace it was interrupted, and is replaced too
+                _delete(place)
+            elif place.exists():
+                place.rename(replaced)
+            self._run = Journal(self.folder / RUN, self._conditions)
+        return self._run
+
+    def _journal(self, benchmark: str, drafter: str) -> Journal | None:
+        if self.folder and (benchmark, drafter) not in self._journals:
+            self._started()
+            name = "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)
+            path = self.folder / "answers" / benchmark / f"{name}.jsonl"
+            while path in {journal.path for journal in self._journals.values()}:
+                path = path.with_name(f"{path.stem}_.jsonl")  # another drafter, whose name differs in such characters
+            self._journals[benchmark, drafter] = Journal(path)
+        return self._journals.get((benchmark, drafter))
+
+
+def _key(answer: Answer) -> Key:
+    return answer.repeat, answer.question_id
+
+
+def read_answers(folder: Path) -> Iterator[tuple[str, Journal, list[Answer]]]:
+    """Each file of answers in the folder of an evaluation: its benchmark, the file, and the answers.
+
+    Raises ValueError if a line is not such an answer.
+    """
+    for path in sorted((folder / "answers").glob("*/*.jsonl")):
+        journal = Journal(path)
+        if answers := list(journal.entries(from_json)):
+            yield path.parent.name, journal, answers
+
+
+def _delete(place: Path) -> None:
+    """Delete the answers of an evaluation in a folder, but no files of others."""
+    for path in place.glob("*/*.jsonl"):
+        with path.open("rb") as stream:
+            is_ours = b'"model_id"' in stream.readline()
+        if is_ours:
+            path.unlink()
+    for name in (RUN.name, ".written.json"):
+        (place / name).unlink(missing_ok=True)
+    for folder in (*place.glob("*/"), place):
+        with suppress(OSError):  # as it holds files of others, or does not exist
+            folder.rmdir()

@@ -1,17 +1,17 @@
 """Two evaluations of the same questions compared in pairs, with intervals that mark regressions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
 
 from inference.evaluate import intervals
-from inference.evaluate.answers import Answer
-from inference.evaluate.metrics import decode_steps
-from inference.evaluate.plan import differing
+from inference.evaluate.answers import Answer, count_tokens, decode_steps
+from inference.evaluate.conditions import differing
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes
+from inference.evaluate.tables import Row, Table, number
 
 ERROR_RATE = 0.05  # probability that a comparison of equal evaluations marks anything
 MIN_QUESTIONS = 10  # with fewer, the intervals of the bootstrap are too narrow
@@ -47,31 +47,19 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Side:
-    """A drafter in one of two evaluations."""
-
-    drafter: str
-    answers: dict[int, Answer]  # by question, where the baseline answered it too
-    baseline: dict[int, Answer]
-    timing_error: float | None
-
-    @property
-    def measured(self) -> dict[int, Answer]:
-        """The answers, or none if they have no decoding step."""
-        return self.answers if any(decode_steps(answer.turns) for answer in self.answers.values()) else {}
-
-
-@dataclass(frozen=True)
 class _Pairing:
-    """A drafter before and after."""
+    """A drafter in two evaluations: by question its answer and the baseline's, before and after."""
 
     benchmark: str
-    sides: tuple[_Side, _Side]
+    names: tuple[str, str]
+    before: Mapping[int, tuple[Answer, Answer]]
+    after: Mapping[int, tuple[Answer, Answer]]
+    timing_errors: tuple[float | None, float | None]
 
     @property
     def shared(self) -> list[int]:
         """The questions that both evaluations answered."""
-        return [number for number in self.sides[0].answers if number in self.sides[1].answers]
+        return [question for question in self.before if question in self.after]
 
 
 def compare(before: EvaluationResults, after: EvaluationResults) -> list[Difference]:
@@ -84,12 +72,6 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
     by median step times, as in a `Summary`, from the kept answers. Raises ValueError if they share no benchmark,
     drafter or question, or a question has another prompt.
     """
-    for results in (before, after):
-        if any(summary.latency for by_drafter in results.summaries.values() for summary in by_drafter.values()):
-            raise ValueError(
-                f"{results.name} was measured in a server, which reports no single steps: compare the tables of both, "
-                "drafters report FOLDER OTHER --out PAGE"
-            )
     pairings = [pairing for pairing in _pairings(before, after) if pairing.shared]
     if not pairings:
         raise ValueError(
@@ -97,99 +79,134 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
             "benchmarks and drafters, whose folders still hold answers/"
         )
     level = 1 - ERROR_RATE / (2 * len(pairings))
-    found = [each for pairing in pairings for each in _differences(pairing, level)]
-    if not found:
-        raise ValueError(f"{before.name} and {after.name} have no decoding step to compare: give longer answers")
-    return found
+    differences = [difference for pairing in pairings for difference in _differences(pairing, level)]
+    if not differences:
+        raise ValueError(
+            f"{before.name} and {after.name} have no decoding step to compare: give longer answers; for servers, which "
+            "report no steps, compare the tables of both by drafters report FOLDER OTHER --out PAGE"
+        )
+    return differences
 
 
-def unpaired(before: EvaluationResults, after: EvaluationResults) -> tuple[list[str], list[str]]:
-    """What only the first evaluation has, and what only the second has: benchmarks, drafters, answers to questions."""
-    lines, pairings = (list[str](), list[str]()), _pairings(before, after)
-    for at, (results, other) in enumerate(((before, after), (after, before))):
-        lines[at].extend(f"the benchmark {name}" for name in results.summaries if name not in other.summaries)
-        for benchmark in (name for name in before.summaries if name in after.summaries):
-            paired = [pairing.sides for pairing in pairings if pairing.benchmark == benchmark]
-            names = {sides[at].drafter for sides in paired}
-            gone = (name for name in _drafters(results, benchmark) if name not in names)
-            lines[at].extend(f"{benchmark}: the drafter {name}" for name in gone)
-            for sides in paired:
-                answers, others = sides[at].measured, sides[1 - at].measured
-                if lost := [str(number) for number in answers if number not in others]:
-                    shown = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
-                    count = f"{len(lost)} of {len(answers)} answers"
-                    lines[at].append(f"{benchmark}, {sides[at].drafter}: {count}, to the questions {shown}")
+def unpaired(results: EvaluationResults, other: EvaluationResults) -> list[str]:
+    """What only the first of two evaluations has: benchmarks, drafters, answers to questions; one line each."""
+    lines = [f"the benchmark {name}" for name in results.summaries if name not in other.summaries]
+    pairings = _pairings(results, other)
+    paired = [(pairing.benchmark, pairing.names[0]) for pairing in pairings]
+    for benchmark in (name for name in results.summaries if name in other.summaries):
+        names = (name for name in _drafters(results, benchmark) if (benchmark, name) not in paired)
+        lines += [f"{benchmark}: the drafter {name}" for name in names]
+    for pairing in pairings:
+        answered, others = (_with_steps(pairs) for pairs in (pairing.before, pairing.after))
+        if lost := [str(question) for question in answered if question not in others]:
+            listed = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
+            count = f"{len(lost)} of {len(answered)} answers"
+            lines.append(f"{pairing.benchmark}, {pairing.names[0]}: {count}, to the questions {listed}")
     return lines
 
 
 def differing_conditions(before: EvaluationResults, after: EvaluationResults) -> list[str]:
     """One line for each condition, such as the dtype, in which the evaluations differ."""
-    ours, its = before.conditions, after.conditions
-    caps = [(name, before.cap(name), after.cap(name)) for name in before.summaries if name in after.summaries]
-    lengths = [f"length cap of {name}: {own} and {other}" for name, own, other in caps if own != other]
-    return differing(ours, its) + lengths
+    caps, others = before.conditions.caps, after.conditions.caps
+    lines = differing(before.conditions, after.conditions)
+    return lines + [
+        f"length cap of {name}: {caps.get(name)} and {others.get(name)}"
+        for name in before.summaries
+        if name in after.summaries and caps.get(name) != others.get(name)
+    ]
+
+
+def difference_tables(differences: Sequence[Difference]) -> list[Table]:
+    """A table for each benchmark, with a row for each figure of two evaluations; regressions are red."""
+    headings = ["drafter", "figure", "questions", "before", "after", "change", "interval, %", "difference"]
+    rows: dict[str, list[Row]] = {}
+    for difference in differences:
+        ends = difference.interval
+        bounds = "–" if ends is None else " … ".join(f"{100 * end:+.1f}" for end in ends)
+        cells = [difference.drafter, difference.figure, str(difference.num_questions)]
+        cells += [number(difference.before), number(difference.after), f"{100 * difference.change:+.1f} %"]
+        best = {7} if difference.verdict == "improvement" else set()
+        row = Row([*cells, bounds, difference.verdict], best, difference.verdict != "regression")
+        rows.setdefault(difference.benchmark, []).append(row)
+    columns = tuple(name for name in headings if name != "questions")
+    return [Table(benchmark, headings, listed, terminal=columns) for benchmark, listed in rows.items()]
 
 
 def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pairing]:
     """The drafters of the same name; a single drafter on each side is compared whatever it is called."""
-    found = []
+    pairings = []
     for benchmark in (name for name in before.summaries if name in after.summaries):
-        ours, its = (_drafters(results, benchmark) for results in (before, after))
-        alone = list(zip(ours, its, strict=True)) if len(ours) == len(its) == 1 else []
-        for own, other in [(name, name) for name in ours if name in its] or alone:
-            found.append(_Pairing(benchmark, (_side(before, benchmark, own), _side(after, benchmark, other))))
-    return found
+        names, others = (_drafters(results, benchmark) for results in (before, after))
+        pairs = [(name, name) for name in names if name in others]
+        if not pairs and len(names) == len(others) == 1:
+            pairs = [(names[0], others[0])]
+        for pair in pairs:
+            sides = list(zip((before, after), pair, strict=True))
+            old, new = (_answers(results, benchmark, name) for results, name in sides)
+            errors = [results.summaries[benchmark][name].speed.timing_error for results, name in sides]
+            pairings.append(_Pairing(benchmark, pair, old, new, (errors[0], errors[1])))
+    return pairings
 
 
 def _drafters(results: EvaluationResults, benchmark: str) -> list[str]:
     return [name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline]
 
 
-def _side(results: EvaluationResults, benchmark: str, drafter: str) -> _Side:
-    summary, recorded = results.summaries[benchmark][drafter], results.answers[benchmark]
-    baseline = {answer.question_id: answer for answer in recorded.get(summary.baseline, [])}
-    answers = {a.question_id: a for a in recorded.get(drafter, []) if a.question_id in baseline}
-    return _Side(drafter, answers, baseline, summary.speed.timing_error)
+def _answers(results: EvaluationResults, benchmark: str, drafter: str) -> dict[int, tuple[Answer, Answer]]:
+    """A drafter's answers and the baseline's, by question, where both are there."""
+    recorded, baseline = results.answers[benchmark], results.summaries[benchmark][drafter].baseline
+    by_id = {base.question_id: base for base in recorded.get(baseline, [])}
+    answers = (answer for answer in recorded.get(drafter, []) if answer.question_id in by_id)
+    return {answer.question_id: (answer, by_id[answer.question_id]) for answer in answers}
+
+
+def _with_steps(pairs: Mapping[int, tuple[Answer, Answer]]) -> Mapping[int, tuple[Answer, Answer]]:
+    """The answers, or none if they have no decoding step."""
+    return pairs if any(decode_steps(answer.turns) for answer, _ in pairs.values()) else {}
 
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
     """The figures that both evaluations have: each is a product of powers of sums, over the questions, of columns."""
-    numbers, (first, second), lengths, speeds = pairing.shared, pairing.sides, list[Any](), list[Any]()
-    _check_prompts(pairing)
-    for side in (second, first):
-        own, base = ([answers[number] for number in numbers] for answers in (side.answers, side.baseline))
-        steps = [decode_steps(answer.turns) for answer in own]
-        lengths += [[sum(step.emitted for step in each) for each in steps], [len(each) for each in steps]]
-        speeds += [*_seconds_and_tokens(base), *_seconds_and_tokens(own)]
-    at_level, published = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, intervals.PUBLISHED_LEVEL))
-    errors = [side.timing_error for side in pairing.sides if side.timing_error is not None]
-    error = math.hypot(*errors) * at_level / published if len(errors) == 2 else None
-    figures: list[tuple[str, list[Any], tuple[int, ...], float | None]] = [
-        ("acceptance length", lengths, (1, -1), 0.0),
-        ("speed-up", speeds, (1, -1, -1, 1), error),
-    ]
-    for figure, columns, powers, own_error in figures:
-        sums, bounds = [sum(column) for column in columns], None
-        if min(sums) <= 0:
-            continue
-        halves = sums[: len(powers)], sums[len(powers) :]
-        new, old = (math.prod(map(pow, half, powers)) for half in halves)
-        if own_error is not None and len(numbers) >= MIN_QUESTIONS:
-            bounds = intervals.interval(columns, (*powers, *(-power for power in powers)), level)
-            bounds = bounds and _widened(new / old, bounds, own_error)
-        name = " → ".join(dict.fromkeys(side.drafter for side in pairing.sides))
-        yield Difference(pairing.benchmark, name, figure, len(numbers), old, new, bounds)
-
-
-def _check_prompts(pairing: _Pairing) -> None:
-    for number in pairing.shared:
-        turns = [side.answers[number].turns for side in pairing.sides]
-        lengths = [own[0].prompt_tokens for own in turns if own]
-        if len(set(lengths)) > 1:
+    questions = pairing.shared
+    for question in questions:
+        lengths = [pairs[question][0].turns[0].prompt_tokens for pairs in (pairing.before, pairing.after)]
+        if lengths[0] != lengths[1]:
             raise ValueError(
-                f"{pairing.benchmark}, question {number}: its prompt has {lengths[0]} tokens in one evaluation and "
+                f"{pairing.benchmark}, question {question}: its prompt has {lengths[0]} tokens in one evaluation and "
                 f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
             )
+    old, new = ([pairs[question] for question in questions] for pairs in (pairing.before, pairing.after))
+    errors = [error for error in pairing.timing_errors if error is not None]
+    quantiles = [NormalDist().inv_cdf((1 + share) / 2) for share in (level, intervals.PUBLISHED_LEVEL)]
+    error = math.hypot(*errors) * quantiles[0] / quantiles[1] if len(errors) == 2 else None
+    for figure, columns, powers, half_width in (
+        ("acceptance length", _length_columns, (1, -1), 0.0),
+        ("speed-up", _speed_columns, (1, -1, -1, 1), error),
+    ):
+        terms, bounds = [*columns(new), *columns(old)], None
+        sums = list(map(sum, terms))
+        if min(sums) <= 0:
+            continue
+        after, before = (math.prod(map(pow, half, powers)) for half in (sums[: len(powers)], sums[len(powers) :]))
+        if half_width is not None and len(questions) >= MIN_QUESTIONS:
+            bounds = intervals.interval(terms, [*powers, *(-power for power in powers)], level)
+            bounds = bounds and _widened(after / before, bounds, half_width)
+        name = " → ".join(dict.fromkeys(pairing.names))
+        yield Difference(pairing.benchmark, name, figure, len(questions), before, after, bounds)
+
+
+def _length_columns(pairs: Sequence[tuple[Answer, Answer]]) -> list[Any]:
+    steps = [decode_steps(answer.turns) for answer, _ in pairs]
+    return [[sum(step.emitted for step in row) for row in steps], list(map(len, steps))]
+
+
+def _speed_columns(pairs: Sequence[tuple[Answer, Answer]]) -> list[Any]:
+    """Seconds and tokens of the baseline, then of the drafter."""
+    columns = []
+    for answers in ([base for _, base in pairs], [answer for answer, _ in pairs]):
+        times = MedianStepTimes([answers])
+        columns += [[times.seconds(answer) for answer in answers], [count_tokens(answer.turns) for answer in answers]]
+    return columns
 
 
 def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[float, float]:
@@ -197,9 +214,3 @@ def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[f
     below = math.hypot(math.log(ratio / bounds[0]), error) if bounds[0] else math.inf
     above = math.hypot(math.log(bounds[1] / ratio), error)
     return ratio * math.exp(-below) - 1, ratio * math.exp(above) - 1
-
-
-def _seconds_and_tokens(answers: Sequence[Answer]) -> tuple[list[float], list[int]]:
-    times = MedianStepTimes([answers])
-    tokens = [sum(len(turn.token_ids) for turn in answer.turns) for answer in answers]
-    return [times.seconds(answer) for answer in answers], tokens

@@ -2,31 +2,41 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.files import atomic_write, delete_stale, safe_text, write_text
+from data.files import atomic_write, delete_stale, write_text
+from data.safe_text import safe_text
 from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from inference.evaluate import plots
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.metrics import Summary, acceptance_length
+from inference.evaluate.conditions import describe
+from inference.evaluate.figures import acceptance_length
 from inference.evaluate.results import EvaluationResults
-from inference.evaluate.tables import COUNTING_RULE, benchmark_tables, footnotes, headline, measured_speeds, number
+from inference.evaluate.tables import (
+    COUNTING_RULE,
+    benchmark_tables,
+    evaluations_table,
+    footnotes,
+    headline,
+    measured_speeds,
+    number,
+)
 from inference.verifier.session import common_prefix
 
 Decode = Callable[[list[int]], str]  # turns token ids into text
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
-MAX_SHOWN_PER_DRAFTER = 12
-MAX_SHOWN_ANSWERS = 48  # of all drafters together, which limits the size of the page
+MAX_ANSWERS_PER_DRAFTER = 12
+MAX_ANSWERS = 48  # of all drafters together, which limits the size of the page
 
 
 def write_page(
     path: Path, parts: Sequence[tuple[EvaluationResults, Decode | None]], plots_folder: Path | None = None
 ) -> None:
-    """Write the page of evaluations with different conditions.
+    """Write the page of some evaluations.
 
     Each comes with the function that turns its token ids into text; without one, the steps of its answers are not
     shown. The folder gets the plots as PNG files too, in place of those of an earlier page.
@@ -36,23 +46,24 @@ def write_page(
     def finalize(value: Any) -> Any:
         return safe_text(value) if type(value) is str else value  # a string that is marked as HTML is ours
 
-    every, drawn = [results for results, _ in parts], dict[str, bytes]()
-    summaries = [own for results in every for by_drafter in results.summaries.values() for own in by_drafter.values()]
+    evaluations, images = [results for results, _ in parts], dict[str, bytes]()
+    summaries = [s for results in evaluations for by_drafter in results.summaries.values() for s in by_drafter.values()]
     colours = plots.choose_colours(summaries)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
     environment.filters.update(number=number)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        parts=[_describe(results, decode, colours, drawn) for results, decode in parts],
-        runs={name: run.describe() for results in every for name, run in results.runs.items()},
+        parts=[_describe(results, decode, colours, images) for results, decode in parts],
+        overview=evaluations_table(evaluations) if len(evaluations) > 1 else None,
+        runs={results.name: describe(results.conditions, results.record) for results in evaluations},
         colours=colours,
         counting_rule=COUNTING_RULE,
     )
     write_text(path, page)
     if plots_folder:
-        for name, png in drawn.items():
+        for name, png in images.items():
             with atomic_write(plots_folder / name) as new:
                 new.write_bytes(png)
-        delete_stale(plots_folder, drawn)
+        delete_stale(plots_folder, images)
 
 
 def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> Decode | None:
@@ -75,43 +86,29 @@ def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> De
 
 
 def _describe(
-    results: EvaluationResults, decode: Decode | None, colours: plots.Colours, drawn: dict[str, bytes]
+    results: EvaluationResults, decode: Decode | None, colours: plots.Colours, images: dict[str, bytes]
 ) -> dict[str, Any]:
-    """The values that the template shows of one evaluation; the plots are also put under the names of their files."""
+    """The values that the template shows of one evaluation; its plots are also put under the names of their files."""
     benchmarks = []
     for benchmark, by_drafter in results.summaries.items():
-        answers = results.answers.get(benchmark, {})
-        figures = {}
-        for plot in plots.applicable(by_drafter):
-            png = plots.draw(plot, by_drafter, colours)
-            drawn[f"{re.sub('[^A-Za-z0-9_.-]', '-', benchmark)}-{plot}.png"] = png
-            figures[plot] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        notes = [*footnotes(by_drafter), *_cut(by_drafter, answers, results.cap(benchmark))]
-        tables = benchmark_tables(by_drafter, answers)
-        benchmarks.append({"name": benchmark, "tables": tables, "notes": notes, "figures": figures})
+        sources = {}
+        for plot, png in plots.draw_all(by_drafter, colours).items():
+            images[f"{re.sub('[^A-Za-z0-9_.-]', '-', benchmark)}-{plot}.png"] = png
+            sources[plot] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        tables, notes = benchmark_tables(by_drafter), footnotes(by_drafter)
+        benchmarks.append({"name": benchmark, "tables": tables, "notes": notes, "figures": sources})
+    turns = [t for by in results.answers.values() for answers in by.values() for a in answers for t in a.turns]
     return {
         "name": results.name,
         "conditions": {"base": results.conditions.base, **results.conditions.same()},
         "headline": headline(results),
-        "left_out": results.lines("left_out"),
-        "warnings": results.lines("warnings"),
+        "left_out": results.record.left_out,
+        "warnings": results.record.warnings,
         "benchmarks": benchmarks,
-        "shown": choose_answers(results, decode),
+        "drafters": choose_answers(results, decode),
         "is_coloured": decode is not None,
-        "is_served": any(s.latency for by_drafter in results.summaries.values() for s in by_drafter.values()),
+        "has_steps": any(turn.steps for turn in turns),
     }
-
-
-def _cut(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]], cap: int | None) -> list[str]:
-    """A sentence about scored answers (their first turns) that were cut at the length cap, if there are any."""
-    scored = [drafter for drafter, summary in by_drafter.items() if summary.quality]
-    ended = [answer.ended[0] for drafter in scored for answer in answers.get(drafter, ())]
-    if all(ended):
-        return []
-    percent = 100 * ended.count(False) / len(ended)
-    return [
-        f"{percent:.3g} % of the scored answers were cut at the length cap of {cap} tokens and scored as they were."
-    ]
 
 
 # ---- answers
@@ -153,18 +150,20 @@ def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[di
     """
     drafters = list(dict.fromkeys(drafter for by_drafter in results.answers.values() for drafter in by_drafter))
     baselines = {name for by in results.summaries.values() for name, summary in by.items() if summary.is_baseline}
-    best = next(iter(measured_speeds(results.summaries)), None)
-    drafters = sorted([each for each in drafters if each not in baselines] or drafters, key=lambda each: each != best)
-    num_shown = max(1, min(MAX_SHOWN_PER_DRAFTER, MAX_SHOWN_ANSWERS // max(1, len(drafters))))
+    fastest = next(iter(measured_speeds(results.summaries)), None)
+    drafters = sorted(
+        [name for name in drafters if name not in baselines] or drafters, key=lambda name: name != fastest
+    )
+    count = max(1, min(MAX_ANSWERS_PER_DRAFTER, MAX_ANSWERS // max(1, len(drafters))))
     chosen = []
     for drafter in drafters:
-        own = [(name, answer) for name, by in results.answers.items() for answer in by.get(drafter, [])]
-        shown = [_shown(*each, decode) for each in own[:: max(1, -(-len(own) // num_shown))]]
-        chosen.append({"drafter": drafter, "num_answers": len(own), "shown": shown})
+        pairs = [(name, answer) for name, by in results.answers.items() for answer in by.get(drafter, [])]
+        answers = [_describe_answer(*pair, decode) for pair in pairs[:: max(1, -(-len(pairs) // count))]]
+        chosen.append({"drafter": drafter, "num_answers": len(pairs), "answers": answers})
     return chosen
 
 
-def _shown(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
+def _describe_answer(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
     turns = [
         {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode and turn.steps else None}
         for turn, is_ended in zip(answer.turns, answer.ended, strict=True)

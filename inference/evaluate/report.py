@@ -4,132 +4,104 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import pandas
 from rich.text import Text
 
-from data.files import SafeConsole, atomic_write, escape_markdown, safe_line, write_text
-from inference.evaluate import compare as comparison
-from inference.evaluate import recount, tables
+from data.files import atomic_write, write_text
+from data.safe_text import SafeConsole, escape_markdown, safe_line
+from inference import recount
+from inference.evaluate import compare, tables
+from inference.evaluate.options import Format
 from inference.evaluate.page import find_decoder, write_page
 from inference.evaluate.results import EvaluationResults, read, read_all
+from inference.evaluate.tables import Row, Table, number
 from inference.runs import new_file
 
-Format = Literal["md", "csv", "parquet", "latex"]
 
-
-def report(
-    folders: list[str] | None = None,
-    answers: list[str] | None = None,
-    baseline: str | None = None,
-    tokenizer: str | None = None,
-    out: str | None = None,
-    overwrite: bool = False,
-    compare: bool = False,
-    format: list[Format] | None = None,
-) -> None:
-    """Make one page of one or many evaluations, compare two, or count published answers by every convention.
-
-    Folders of `drafters eval --out` become one self-contained HTML page. Evaluations with the same conditions and
-    questions share their tables and plots; a table of all drafters can be sorted and filtered.
-
-    With --compare, two folders are compared question by question: acceptance length and speed-up of each drafter, with
-    intervals of their change. The exit code is 1 if there is a regression, or if the second folder lacks a benchmark, a
-    drafter or an answer of the first one, so that a script notices what was not compared.
-
-    With --answers and --baseline, the command reads answer files in FastChat's form, such as those of EAGLE, Spec-Bench
-    and the original CTC-drafter, and prints their acceptance lengths and speed-ups by every counting convention.
-
-    Args:
-        folders: Folders that `drafters eval --out` wrote, one after the other.
-        answers: JSONL file of recorded answers; may be repeated.
-        baseline: JSONL file of the base's own answers to the same questions.
-        tokenizer: Folder of the base's tokenizer, for the steps of the answers; by default that of the base.
-        out: The page, an HTML file; by default report.html in the only folder.
-        overwrite: Replace a page that is already there.
-        compare: Compare the second folder with the first.
-        format: Write the tables also as md or latex, or all figures as csv or parquet, beside the page; may be
-            repeated.
-    """
-    if compare and (not folders or len(folders) != 2 or answers or baseline is not None):
-        raise ValueError("--compare takes two folders that drafters eval wrote: first the old one, then the new one")
-    if format and out is None and (compare or not folders or len(folders) > 1):
-        raise ValueError("--format writes files beside the page: give --out PAGE")
-    if folders and compare:
-        _compare(folders, out, overwrite, format or [])
-    elif folders and not answers and baseline is None:
-        _report(folders, tokenizer, out, overwrite, format or [])
-    elif answers and not folders and baseline is not None:
-        _recount(answers, baseline, out, overwrite, format or [])
-    else:
-        raise ValueError("give folders that drafters eval wrote, or --answers FILE and --baseline FILE")
-
-
-def _report(
+def report_folders(
     folders: Sequence[str], tokenizer: str | None, out: str | None, overwrite: bool, formats: Sequence[Format]
 ) -> None:
+    """Write the page of some evaluations, and print their tables."""
     if out is None and len(folders) > 1:
         raise ValueError("the page of several folders needs a name: give --out PAGE")
-    page = Path(folders[0]) / "report.html" if out is None else _check(out, formats, overwrite)
-    evaluations = read_all(folders)
-    console = SafeConsole()
+    page = _new_page(out, formats, overwrite) or Path(folders[0]) / "report.html"
+    evaluations, console = read_all(folders), SafeConsole()
     for results in evaluations:
         if len(evaluations) > 1:
             console.rule(Text(results.name))
         console.print(*tables.terminal(results), sep="\n")
-    plots_folder = None if out else page.parent / "plots"
-    write_page(page, [(results, find_decoder(results, tokenizer)) for results in evaluations], plots_folder)
-    own = [each for results in evaluations for each in tables.all_tables(results)]
-    write_tables(page, formats, "\n".join(map(tables.markdown, evaluations)), own, figures(evaluations))
+    listed, text = [table for results in evaluations for table in tables.all_tables(results)], ""
+    if len(evaluations) > 1:
+        listed.insert(0, tables.evaluations_table(evaluations))
+        text = listed[0].markdown() + "\n"
+        console.rule()
+        console.print(*listed[0].rich(), sep="\n")
+    parts = [(results, find_decoder(results, tokenizer)) for results in evaluations]
+    write_page(page, parts, None if out else page.parent / "plots")
+    text += "\n".join(map(tables.markdown, evaluations))
+    write_tables(page, formats, text, [table.latex() for table in listed], figure_rows(evaluations))
     print(f"Report: {page}")
 
 
-def _compare(folders: Sequence[str], out: str | None, overwrite: bool, formats: Sequence[Format]) -> None:
-    page = None if out is None else _check(out, formats or ["md"], overwrite)
+def compare_folders(folders: Sequence[str], out: str | None, overwrite: bool, formats: Sequence[Format]) -> None:
+    """Print how the second of two evaluations differs from the first, and exit with code 1 if it is worse."""
+    page = _new_page(out, formats, overwrite)
     before, after = map(read, folders)
-    differences = comparison.compare(before, after)
-    only_before, only_after = comparison.unpaired(before, after)
-    own = tables.difference_tables(differences)
+    differences = compare.compare(before, after)
+    listed, missing = compare.difference_tables(differences), compare.unpaired(before, after)
     notes = [
         "Differences are paired by question. The intervals are simultaneous: two equal evaluations have anything "
         "marked in at most 5 % of cases. Not judged: fewer than 10 questions, or an unknown timing error."
     ]
-    notes += [f"The evaluations differ in {line}." for line in comparison.differing_conditions(before, after)]
-    notes += [f"Missing in {folders[1]}: {line}." for line in only_before]
-    notes += [f"Only in {folders[1]}: {line}." for line in only_after]
-    if only_before:
+    notes += [f"The evaluations differ in {line}." for line in compare.differing_conditions(before, after)]
+    notes += [f"Missing in {folders[1]}: {line}." for line in missing]
+    notes += [f"Only in {folders[1]}: {line}." for line in compare.unpaired(after, before)]
+    if missing:
         notes.append("What is missing was not compared, so the exit code is 1.")
     console = SafeConsole()
-    console.print(*(part for table in own for part in table.rich()), sep="\n")
+    console.print(*(part for table in listed for part in table.rich()), sep="\n")
     console.print(*(Text(line, style="yellow" if at else "dim") for at, line in enumerate(notes)), sep="\n")
     if page:
-        rows = [asdict(each) | {"change": each.change, "verdict": each.verdict} for each in differences]
-        text = f"# {escape_markdown(after.name)} compared with {escape_markdown(before.name)}\n\n"
-        text += "\n".join(table.markdown() for table in own)
-        text += "\n" + "".join(f"- {escape_markdown(line)}\n" for line in notes)
-        write_tables(page, formats or ["md"], text, own, rows)
-    if only_before or any(each.verdict == "regression" for each in differences):
+        rows = [
+            asdict(difference) | {"change": difference.change, "verdict": difference.verdict}
+            for difference in differences
+        ]
+        title = f"# {escape_markdown(after.name)} compared with {escape_markdown(before.name)}\n"
+        parts = [title, *(table.markdown() for table in listed), *(f"- {escape_markdown(line)}" for line in notes), ""]
+        write_tables(page, formats, "\n".join(parts), [table.latex() for table in listed], rows)
+    if missing or any(difference.verdict == "regression" for difference in differences):
         sys.exit(1)
 
 
-def _recount(paths: Sequence[str], baseline: str, out: str | None, overwrite: bool, formats: Sequence[Format]) -> None:
-    page = None if out is None else _check(out, formats or ["md"], overwrite)
-    base, console = recount.read(baseline), SafeConsole()
-    pairs = {path: recount.pair(recount.read(path), base) for path in paths}
-    own = [recount.table(path, each) for path, each in pairs.items()]
-    for table in own:
-        console.print(*table.rich(), Text(table.note), sep="\n")
+def recount_files(
+    paths: Sequence[str], baseline: str, out: str | None, overwrite: bool, formats: Sequence[Format]
+) -> None:
+    """Print what recorded answers are by every counting convention."""
+    page = _new_page(out, formats, overwrite)
+    base, listed, rows = recount.read(baseline), [], []
+    for path in paths:
+        pairs = recount.pair(recount.read(path), base)
+        figures, (identical, turns) = recount.figures(pairs), recount.count_identical(pairs)
+        lines = [Row([name, number(value), recount.CONVENTIONS[name][0]]) for name, value in figures.items()]
+        note = f"identical turns: {identical} of {turns} ({100 * identical / turns:.1f} %)"
+        listed.append(Table(path, ["figure", "value", "how it is counted"], lines, note))
+        rows.append({"answers": path, **figures})
+    for table in listed:
+        SafeConsole().print(*table.rich(), Text(table.note), sep="\n")
     if page:
-        text = "\n".join(table.markdown() for table in own)
-        rows = [{"answers": path, **recount.figures(each)} for path, each in pairs.items()]
-        write_tables(page, formats or ["md"], text, own, rows)
+        text = "\n".join(table.markdown() for table in listed)
+        write_tables(page, formats, text, [table.latex() for table in listed], rows)
 
 
 # ---- files
 
 
-def _check(out: str, formats: Sequence[Format], overwrite: bool) -> Path:
+def _new_page(out: str | None, formats: Sequence[Format], overwrite: bool) -> Path | None:
     """The page; raises ValueError if it, or a file beside it, is already there or cannot be made."""
+    if out is None:
+        return None
     page = new_file(out, overwrite)
     for kind in formats:
         new_file(str(table_path(page, kind)), overwrite)
@@ -142,36 +114,34 @@ def table_path(page: Path, kind: Format) -> Path:
 
 
 def write_tables(
-    page: Path, formats: Sequence[Format], text: str, own: Sequence[tables.Table], rows: Sequence[dict[str, Any]]
+    page: Path, formats: Sequence[Format], markdown: str, latex: Sequence[str], rows: Sequence[dict[str, Any]]
 ) -> None:
     """Write the tables and figures of a page beside it, with its name and the suffix of each format.
 
-    The tables are given in Markdown as ``text``, and ``own`` for LaTeX; ``rows`` of figures are for CSV and Parquet.
+    The tables are given in Markdown and in LaTeX; ``rows`` of figures are for CSV and Parquet.
     """
-    import pandas
-
     for kind in dict.fromkeys(formats):
         path = table_path(page, kind)
-        if kind == "md":
-            write_text(path, text)
-        elif kind == "latex":
-            write_text(path, "\n".join(table.latex() for table in own))
+        if kind in ("md", "latex"):
+            write_text(path, markdown if kind == "md" else "\n".join(latex))
         else:
             frame = pandas.DataFrame([_flat(row, kind == "csv") for row in rows])
             with atomic_write(path) as new:
                 frame.to_csv(new, index=False) if kind == "csv" else frame.to_parquet(new, index=False)
 
 
-def figures(evaluations: Sequence[EvaluationResults]) -> list[dict[str, Any]]:
-    """A flat row for each drafter on each benchmark: the conditions, and its figures under their paths in results.json.
+def figure_rows(evaluations: Sequence[EvaluationResults]) -> list[dict[str, Any]]:
+    """A row for each drafter on each benchmark of some evaluations: the conditions, and its figures by name.
 
-    The items of lists are named by their place: ``acceptance.rates.1.rate.value`` is the rate of the first position.
+    `write_tables` names the figures by their paths in results.json, and items of lists by their place:
+    ``acceptance.rates.1.rate.value`` is the rate of the first position.
     """
     rows = []
     for results in evaluations:
-        own = {"evaluation": results.name, "base": results.conditions.base, **results.conditions.same()}
+        conditions = results.conditions
+        shared = {"evaluation": results.name, "base": conditions.base, **conditions.same()}
         for benchmark, by_drafter in results.summaries.items():
-            names = {**own, "benchmark": benchmark, "max_new_tokens": results.cap(benchmark)}
+            names = {**shared, "benchmark": benchmark, "max_new_tokens": conditions.caps.get(benchmark)}
             rows += [names | asdict(summary) for summary in by_drafter.values()]
     return rows
 

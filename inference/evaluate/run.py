@@ -1,208 +1,124 @@
-"""Decodes the answers of a plan by our own loop, each at once into a journal, and reads what the journal holds."""
+"""An evaluation from its questions to its page: ask, append the answers, figures, tables, page."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data.files import validated
-from inference import drafter_specs, timing
-from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, from_json, median_answers, to_json
-from inference.evaluate.metrics import Summary, summarise
-from inference.evaluate.plan import EvaluationPlan
-from inference.evaluate.step_times import MedianStepTimes, timing_error
-from inference.journal import Journal
-from inference.timing import MachineLoad
-from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
-from inference.verifier.session import Session
-
-JOURNAL = Path("journal", "1.jsonl")  # in the folder of the results
-MAX_REPEATS = 5  # of a benchmark whose speed-ups are not precise
-PRECISION = 0.05  # relative timing error of a speed-up for which no repeat is added
-
-Repeat = tuple[int, list[str]]  # how often all questions were decoded before, and the benchmarks to decode
+from data.benchmarks import Question, find_benchmark, needs_package, score
+from data.safe_text import SafeConsole
+from data.templates import ReasoningMarks, with_date
+from drafters.checks import check_at_least
+from inference import drafter_specs, sandbox
+from inference.evaluate import tables
+from inference.evaluate.answers import AnswerFiles
+from inference.evaluate.figures import reasoning
+from inference.evaluate.options import EvaluationOptions
+from inference.evaluate.own_loop import OwnLoop
+from inference.evaluate.page import write_page
+from inference.evaluate.report import figure_rows, write_tables
+from inference.evaluate.results import EvaluationResults, write
+from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_marks
+from inference.verifier.base import load_base_info
+from inference.verifier.options import ModelOptions, SamplingOptions
 
 
-def run(plan: EvaluationPlan, path: Path, repeats: Iterator[Repeat]) -> Iterator[bool]:
-    """Answer all questions, into a journal; yield for each answer whether it was decoded now.
+def evaluate(
+    model: ModelOptions,
+    selection: QuestionOptions,
+    sampling: SamplingOptions,
+    options: EvaluationOptions,
+    out: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Run `drafters eval`, see `inference.evaluate.command.evaluate`."""
+    check(options, sampling)
+    questions = selection.load()
+    has_programs = any(find_benchmark(name)[0].runs_code for name in questions)
+    runs_code = options.run_code and has_programs
+    if runs_code:
+        sandbox.require()
+    base = load_base_info(model.base)
+    selection = replace(selection, template=with_date(selection.template, base.tokenizer))
+    prompts = selection.select(base, questions)
 
-    The first of the ``repeats`` is taken when the base and all drafters are loaded, each other one when the answers of
-    the one before are in the journal. Raises ValueError if the base or a drafter cannot be loaded.
-    """
-    conditions, device = plan.conditions, torch.device(plan.conditions.devices[0])
-    start: dict[str, Any] = {"load": timing.running_threads(), "gpu_use": timing.gpu_use(device)}
-    torch.set_num_threads(conditions.threads or 1)
-    base = plan.model.load_on(device)
-    runner, sampling = make_runner(base, plan.model.compile), conditions.sampling
-    start["row_multiple"] = runner.row_multiple
-    sessions = {}
-    for name, drafter in conditions.drafters.items():
-        sessions[name] = drafter_specs.make_session(drafter.spec, runner, sampling.sampler())
-    for repeat, benchmarks in repeats:
-        with Journal(path, asdict(conditions)) as journal:
-            yield from _decode(plan, base, sessions, journal, repeat, benchmarks, start)
+    source: Any
+    if options.server:
+        from inference.evaluate.server import Servers  # whose client takes a second to import
 
+        source = Servers(model, selection, prompts, base, options)
+    else:
+        source = OwnLoop(model, selection, prompts, sampling, options)
+    folder = Path(out) if out else None
+    files = AnswerFiles(folder, asdict(source.conditions), overwrite)
+    num_new = source.run(files)
+    summaries, answers, record = source.results(files)
+    files.finish()
 
-def _decode(
-    plan: EvaluationPlan,
-    base: Base,
-    sessions: dict[str, Session],
-    journal: Journal,
-    repeat: int,
-    benchmarks: list[str],
-    start: dict[str, Any],
-) -> Iterator[bool]:
-    """Answer the questions of one repeat that the journal does not hold; it gets the ``start`` before the first."""
-    done: dict[str, dict[Slot, Answer]] = {benchmark: {} for benchmark in benchmarks}
-    for entry in read_entries(journal):
-        if entry.answer and entry.repeat == repeat and entry.benchmark in done:
-            done[entry.benchmark][entry.place, entry.answer.drafter] = entry.answer
-    questions = {benchmark: dict(enumerate(plan.questions[benchmark])) for benchmark in benchmarks}
-    slots = [(name, (place, drafter)) for name in benchmarks for place in questions[name] for drafter in sessions]
-    unfinished = dict.fromkeys(slot[1] for name, slot in slots if slot not in done[name])
-    for benchmark in benchmarks:
-        yield from [False] * len(done[benchmark])
-        about = plan.conditions.template, plan.conditions.caps[benchmark], done[benchmark], repeat
-        memory = (unfinished, benchmark == benchmarks[0]) if plan.conditions.memory else ()
-        for (place, _), answer in answer_questions(base, sessions, questions[benchmark], *about, *memory):
-            if start:
-                journal.append(start)
-                start.clear()
-            slot = {"benchmark": benchmark, "repeat": repeat, "place": place}
-            journal.append(slot | {"load": timing.load_average(), "answer": to_json(answer)})
-            yield True
-
-
-# ---- what the journal holds
-
-
-@dataclass
-class CollectedAnswers:
-    """The answers of an evaluation, and how busy the machine was."""
-
-    plan: EvaluationPlan
-    answers: dict[tuple[str, int], dict[Slot, Answer]] = field(default_factory=dict)  # by benchmark and repeat
-    load: MachineLoad = field(default_factory=lambda: MachineLoad(1, 1))
-    num_starts: int = 0  # of the command, until all answers were there
-    row_multiple: int | None = None  # `Runner.row_multiple`; None if one of the starts had none
-
-    def num_repeats(self, benchmark: str) -> int:
-        """How often all drafters have answered all questions of a benchmark."""
-        num_answers = self.plan.num_answers([benchmark])
-        return next(n for n in count() if len(self.answers.get((benchmark, n), ())) < num_answers)
-
-    def repeats(self, benchmark: str, drafter: str) -> list[list[Answer]]:
-        """A drafter's answers of each complete repeat, in the order of the questions."""
-        indices = range(len(self.plan.questions[benchmark]))
-        rounds = (self.answers[benchmark, repeat] for repeat in range(self.num_repeats(benchmark)))
-        return [[answers[index, drafter] for index in indices] for answers in rounds]
-
-    def timing_errors(self, benchmark: str, num_repeats: int) -> dict[str, float | None]:
-        """The `timing_error` of each drafter's speed-up, from the first repeats of a benchmark."""
-        times = {name: MedianStepTimes(self.repeats(benchmark, name)[:num_repeats]) for name in self.plan.drafters}
-        baseline = times.pop(self.plan.drafters[0])
-        return {name: timing_error(own, baseline) for name, own in times.items()}
-
-    def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
-        """For each question the answer of median time among its repeats, by benchmark and drafter."""
-        names = self.plan.drafters
-        return {q: {name: median_answers(self.repeats(q, name)) for name in names} for q in self.plan.questions}
-
-    def summaries(self) -> dict[str, dict[str, Summary]]:
-        """Each drafter in comparison with the base alone, by benchmark and drafter."""
-        summaries: dict[str, dict[str, Summary]] = {}
-        for benchmark, by_drafter in self.median_answers().items():
-            baseline = self.plan.drafters[0]
-            base, rounds = by_drafter[baseline], self.repeats(benchmark, baseline)
-            summaries[benchmark] = {
-                drafter: summarise(answers, base, list(zip(self.repeats(benchmark, drafter), rounds, strict=True)))
-                for drafter, answers in by_drafter.items()
-            }
-        return summaries
-
-    def warnings(self) -> list[str]:
-        """What speaks against the figures, one line each."""
-        lines = self.load.warnings()
-        for benchmark in self.plan.questions:
-            num_repeats = self.num_repeats(benchmark)
-            errors = self.timing_errors(benchmark, num_repeats) if self.plan.conditions.repeats == "auto" else {}
-            wide = {drafter: error for drafter, error in errors.items() if not is_precise(error)}
-            if told := [f"{name} {'unknown' if e is None else f'± {100 * e:.0f} %'}" for name, e in wide.items()]:
-                lines.append(
-                    f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after {num_repeats} "
-                    f"repeats: {', '.join(told)}"
-                )
-            for drafter in self.plan.drafters:
-                rounds = zip(*self.repeats(benchmark, drafter), strict=True)
-                kinds = {first.question_id: list(map(comparable, (first, *again))) for first, *again in rounds}
-                if ids := [number for number, own in kinds.items() if any(each != own[0] for each in own)]:
-                    lines.append(
-                        f"{drafter} decodes {len(ids)} questions of {benchmark} differently in different repeats, "
-                        f"question {ids[0]} first: decoding is not deterministic on this device"
-                    )
-        return lines
+    name = folder.resolve().name if folder else ""
+    results = EvaluationResults(source.conditions, record, summaries, answers, name)
+    results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
+    if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
+        write(folder, results)
+        write_tables(folder / "results", ["md", "csv"], tables.markdown(results), [], figure_rows([results]))
+        decode: Any = base.tokenizer.decode
+        write_page(folder / "report.html", [(results, decode)], folder / "plots")
+    SafeConsole().print(*tables.terminal(results), sep="\n")
+    if ":" in results.conditions.template:  # with a switch, without which the figures cannot be reproduced
+        print(f"Template: {results.conditions.template}")
+    if has_programs and not options.run_code:
+        print("pass@1 was not measured: --run_code runs the programs in the answers.")
+    for package in {needs_package(name) for name in questions} - {""}:
+        print(f"The answers were not scored: that needs {package}, pip install 'ctc-drafters[maths]'.")
+    if folder:
+        if not num_new:
+            print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
+        print(f"Report: {folder / 'report.html'}")
 
 
-def is_precise(error: float | None) -> bool:
-    """Whether a timing error is small enough that no repeat is added."""
-    return error is not None and error <= PRECISION
+def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
+    """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
+    sampling.sampler()
+    for spec in options.drafter or [] if not options.server else []:
+        _ = drafter_specs.split(spec).registration  # there is such a drafter
+    check_at_least(1, concurrency=min(options.concurrency or [1]))
+    if options.repeats != "auto":
+        check_at_least(1, repeats=options.repeats)
+    if not options.server and options.concurrency:
+        raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
+    if options.server and (sampling.temperature or not options.reset):
+        raise ValueError("--temperature and --reset are for our own decoding loop, not for --server")
 
 
-def repeats_to_decode(path: Path, plan: EvaluationPlan) -> Iterator[Repeat]:
-    """Yield each repeat and its benchmarks; whether another one is needed is decided when it is asked for."""
-    benchmarks, repeats = list(plan.questions), plan.conditions.repeats
-    for repeat in range(MAX_REPEATS if repeats == "auto" else repeats):
-        if repeat and repeats == "auto":
-            found = collect(path, plan)
-            errors = {name: found.timing_errors(name, repeat).values() for name in benchmarks}
-            imprecise = [name for name in benchmarks if not all(map(is_precise, errors[name]))]
-            benchmarks = benchmarks if imprecise and plan.conditions.memory else imprecise
-        if benchmarks:
-            yield repeat, benchmarks
+def with_scores(
+    results: EvaluationResults, prompts: Mapping[str, BenchmarkPrompts], runs_code: bool, marks: ReasoningMarks | None
+) -> EvaluationResults:
+    """Add the task quality of the answers, what was accepted in their reasoning, and what was cut or left out."""
+    summaries: dict[str, dict[str, Any]] = {name: {} for name in results.summaries}
+    warnings = list(results.record.warnings)
+    left_out = [line for selected in prompts.values() for line in selected.notes()]
+    for benchmark, by_drafter in results.summaries.items():
+        questions = prompts[benchmark].questions
+        begun = marks_of(questions, marks)
+        for name, summary in by_drafter.items():
+            answers = results.answers[benchmark][name]
+            texts = [answer.turns[0].text for answer in answers]  # only first turns have a reference
+            if begun:
+                texts = [begun.without_reasoning(text) for text in texts]
+            quality = score(benchmark, questions, texts, sandbox.finishes if runs_code else None)
+            summaries[benchmark][name] = replace(summary, quality=quality, reasoning=reasoning(answers, begun))
+        ended = [answer.ended[0] for answers in results.answers[benchmark].values() for answer in answers]
+        if any(summary.quality for summary in summaries[benchmark].values()) and not all(ended):
+            percent, cap = 100 * ended.count(False) / len(ended), results.conditions.caps[benchmark]
+            warnings.append(f"{percent:.3g} % of the scored answers of {benchmark} were cut at {cap} tokens")
+        pairs = zip(questions, next(iter(results.answers[benchmark].values())), strict=True)
+        if missing := sum(len(question.turns) - len(answer.turns) for question, answer in pairs):
+            left_out.append(f"{benchmark}: {missing} later turns, which no longer fit into the base's context")
+    record = replace(results.record, ran_code=runs_code, left_out=left_out, warnings=warnings)
+    return replace(results, summaries=summaries, record=record)
 
 
-def collect(path: Path, plan: EvaluationPlan) -> CollectedAnswers:
-    """Read the journal."""
-    entries = read_entries(Journal(path, asdict(plan.conditions)))
-    starts = [entry for entry in entries if entry.answer is None]
-    multiples = [start.row_multiple or 0 for start in starts]
-    collected = CollectedAnswers(plan, num_starts=len(starts), row_multiple=min(multiples, default=0) or None)
-    for entry in entries:
-        if entry.answer:
-            answers = collected.answers.setdefault((entry.benchmark, entry.repeat), {})
-            answers[entry.place, entry.answer.drafter] = entry.answer
-    collected.load = MachineLoad(
-        cores=timing.num_cores(),
-        threads=plan.conditions.threads or 1,
-        before=[start.load for start in starts if start.load is not None],
-        during=max((entry.load for entry in entries if entry.answer and entry.load is not None), default=None),
-        gpu_percents=[start.gpu_use for start in starts if start.gpu_use is not None],
-    )
-    return collected
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry of a journal: an answer with its place, or without one a start of the command."""
-
-    load: float | None
-    gpu_use: int | None = None
-    row_multiple: int | None = None
-    benchmark: str = ""
-    repeat: int = 0
-    place: int = 0
-    answer: Answer | None = None
-
-
-def read_entries(journal: Journal) -> list[Entry]:
-    """The entries of a journal."""
-
-    def read(entry: dict[str, Any]) -> Entry:
-        answer = {"answer": from_json(entry["answer"])} if "answer" in entry else {}
-        return validated(Entry, entry | answer)
-
-    return list(journal.entries(read))
+def marks_of(questions: Sequence[Question], marks: ReasoningMarks | None) -> ReasoningMarks | None:
+    """The marks in the answers to these questions; a raw prompt passes through no template that would begin them."""
+    is_raw = any(question.is_raw for question in questions)
+    return replace(marks, is_open=False) if marks and is_raw else marks

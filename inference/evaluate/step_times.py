@@ -5,11 +5,20 @@ from math import log
 from statistics import median
 from typing import Any
 
-from inference.evaluate import intervals
-from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.answers import Answer, Turn, decode_steps, turns_of
+from inference.evaluate.intervals import half_width
 from inference.verifier.session import Step
 
 MIN_STEPS = 8  # fewer steps have no median of their own
+
+Rounds = Sequence[Sequence[Answer]]  # the answers of each repeat, in the same order
+
+
+def step_times(turn: Turn) -> list[tuple[Step, float]]:
+    """Each step with the time it would have taken if it had had a core throughout."""
+    walls = [sum(step.seconds) for step in turn.steps]
+    times = map(min, walls, turn.cpu_seconds) if turn.cpu_seconds else walls
+    return list(zip(turn.steps, times, strict=True))
 
 
 class MedianStepTimes:
@@ -22,32 +31,27 @@ class MedianStepTimes:
     length, and what a turn needs besides its steps as its median over the turns. They are taken over all repeats.
     """
 
-    def __init__(self, repeats: Sequence[Sequence[Answer]]) -> None:
-        answers = [answer for repeat in repeats for answer in repeat]
-        turns = [turn for answer in answers for turn in answer.turns]
-        self._costs = median_costs((_kind(step), seconds) for turn in turns for step, seconds in own_times(turn)[1:])
-        prefills = [own_times(turn)[0] for turn in turns if turn.steps]
+    def __init__(self, rounds: Rounds) -> None:
+        answers = [answer for repeat in rounds for answer in repeat]
+        turns = turns_of(answers)
+        self._costs = median_costs((_kind(step), seconds) for turn in turns for step, seconds in step_times(turn)[1:])
+        prefills = [step_times(turn)[0] for turn in turns if turn.steps]
         self._prefills = median_costs((step.fed_pending, seconds) for step, seconds in prefills)
         self._rest = median(map(_rest, turns)) if turns else 0.0
-        self.rounds: dict[int, list[Answer]] = {}  # the answers of all repeats, by question
+        self.by_question: dict[int, list[Answer]] = {}  # the answers of all repeats
         for answer in answers:
-            self.rounds.setdefault(answer.question_id, []).append(answer)
-        self._factors = {number: self.factor(own) or 1.0 for number, own in self.rounds.items()}
+            self.by_question.setdefault(answer.question_id, []).append(answer)
+        self._factors = {number: self.factor(repeats) or 1.0 for number, repeats in self.by_question.items()}
 
     def factor(self, answers: Iterable[Answer]) -> float | None:
         """Median over the steps of the answers of their time relative to steps of their kind; None for few steps."""
-        ratios = [
-            seconds / cost
-            for answer in answers
-            for turn in answer.turns
-            for step, seconds in own_times(turn)[1:]
-            if (cost := self._costs[_kind(step)])
-        ]
+        times = [timed for turn in turns_of(answers) for timed in step_times(turn)[1:]]
+        ratios = [seconds / cost for step, seconds in times if (cost := self._costs[_kind(step)])]
         return median(ratios) if len(ratios) >= MIN_STEPS else None
 
     def seconds(self, answer: Answer) -> float:
         """Seconds of an answer by median step times, prefills included."""
-        steps = sum(self._costs[_kind(step)] for turn in answer.turns for step in turn.steps[1:])
+        steps = sum(self._costs[_kind(step)] for step in decode_steps(answer.turns))
         prefills = sum(self._prefills[step.fed_pending] for turn in answer.turns for step in turn.steps[:1])
         return self._factors[answer.question_id] * steps + prefills + len(answer.turns) * self._rest
 
@@ -60,11 +64,11 @@ def timing_error(times: MedianStepTimes, baseline: MedianStepTimes) -> float | N
     questions, which is an upper estimate because questions also differ in themselves. None if there are too few rounds.
     """
     groups = []
-    for question, answers in times.rounds.items():
-        pairs = zip(answers, baseline.rounds[question], strict=False)
-        factors = [(times.factor([own]), baseline.factor([base])) for own, base in pairs]
-        groups.append([log(own / base) for own, base in factors if own and base])
-    return intervals.half_width(groups)
+    for question, answers in times.by_question.items():
+        pairs = zip(answers, baseline.by_question[question], strict=False)
+        factors = [(times.factor([answer]), baseline.factor([base])) for answer, base in pairs]
+        groups.append([log(factor / base) for factor, base in factors if factor and base])
+    return half_width(groups)
 
 
 def median_costs(times: Iterable[tuple[Any, float]]) -> dict[Any, float]:
@@ -81,8 +85,8 @@ def median_costs(times: Iterable[tuple[Any, float]]) -> dict[Any, float]:
         bins[-1].append(kind)
         count += len(by_kind[kind])
     if len(bins) > 1 and count < MIN_STEPS:
-        rest = bins.pop()
-        bins[-1] += rest
+        last = bins.pop()
+        bins[-1] += last
     costs: dict[Any, float] = {}
     for kinds in bins:
         cost = median([seconds for kind in kinds for seconds in by_kind[kind]])
@@ -94,16 +98,9 @@ def _kind(step: Step) -> tuple[int, int]:
     return step.fed, step.draft_forwards
 
 
-def own_times(turn: Turn) -> list[tuple[Step, float]]:
-    """Each step with the time it would have taken if it had had a core throughout."""
-    walls = [sum(step.seconds) for step in turn.steps]
-    own = map(min, walls, turn.cpu_seconds) if turn.cpu_seconds else walls
-    return list(zip(turn.steps, own, strict=True))
-
-
 def _rest(turn: Turn) -> float:
     """Seconds of a turn outside its steps, without those in which the thread waited for a core."""
     wall = turn.seconds - sum(sum(step.seconds) for step in turn.steps)
     if not turn.cpu_seconds:
         return wall
-    return min(wall, sum(turn.cpu_seconds) - sum(seconds for _, seconds in own_times(turn)))
+    return min(wall, sum(turn.cpu_seconds) - sum(seconds for _, seconds in step_times(turn)))

@@ -1,20 +1,15 @@
 """What answers the prompts: the base in this process, or an OpenAI-compatible server that hosts it."""
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from http import HTTPStatus
 from typing import Any
-from urllib.parse import urlsplit
 
-import openai
 import torch
 
 from data.conversations import Message
-from data.files import redacted, validated
+from data.files import validated
+from inference.openai_server import Completion, OpenAIServer, ServerError
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base, base_hash
@@ -24,9 +19,7 @@ from inference.verifier.options import GREEDY, SamplingOptions
 from inference.verifier.sampling import KeyedSampler, draw_tokens, most_probable
 
 NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
-KEY = "OPENAI_API_KEY"
-MAX_RETRIES = 5  # after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx
-TIMEOUT = 600.0  # seconds without data before a request is given up
+MAX_RETRIES = 5
 SHRINK = 0.75  # finished rows leave a batch once at most this share of its rows is unfinished
 
 
@@ -137,58 +130,38 @@ def decode_batch(
 
 
 @dataclass(frozen=True)
-class ServerReply:
+class ServerReply(Completion):
     """An answer of a server, or the reason why it refuses this one request."""
 
-    text: str = ""
-    is_cut: bool = False  # off at the token limit
-    num_read: int | None = None  # tokens of the prompt, if the server reports them
-    num_written: int | None = None  # tokens of the answer, if the server reports them
-    reasoning: str = ""  # before the answer, if the server reports it apart from the text
-    tokens: list[int] | None = None  # of the answer, its EOS token included, if the server reports them
     refused: str = ""
     is_failing: bool = False  # whether it is the server's own fault that it refuses
 
 
 class ServerAnswerer:
-    """An OpenAI-compatible server; a reply is the fields of a `ServerReply`.
+    """A model on an OpenAI-compatible server, see `OpenAIServer`; a reply is the fields of a `ServerReply`.
 
-    Turns are asked through ``/v1/chat/completions``, continuations of a text through ``/v1/completions``. The API key
-    is read from the environment variable OPENAI_API_KEY for every request and never stored or printed. The server's
-    chat template is told ``template_arguments``, such as enable_thinking, besides the messages. Raises ValueError if
-    `url`, which may end in ``/v1``, is not the address of a server, or contains a password.
+    Turns are asked as chats, for which ``template_arguments``, such as enable_thinking, are passed to the server's chat
+    template. Without a name, the first model that the server lists answers.
     """
 
     def __init__(
         self,
         url: str,
-        model: str,
+        model: str | None = None,
         max_length: int = 0,
         template_arguments: Mapping[str, bool] | None = None,
         concurrency: int = 16,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
-        if "@" in parts.netloc:
-            raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
-        self.url, self.model = f"{url.rstrip('/').removesuffix('/chat/completions').removesuffix('/v1')}/v1", model
+        self.server = OpenAIServer(url, model, MAX_RETRIES)
         self.max_length, self.concurrency = max_length, concurrency  # tokens of a prompt and its answer; requests
         self.template_arguments = dict(template_arguments or {})
-        self._token_ids = {"return_token_ids": True}  # an extension of vLLM; empty once the server has refused it
-        self._client = openai.OpenAI(
-            base_url=self.url,
-            api_key="unused",  # each request carries the key from the environment, or none
-            max_retries=MAX_RETRIES,
-            timeout=TIMEOUT,
-            # The client follows redirects by default, which could send the key to another host.
-            http_client=openai.DefaultHttpxClient(follow_redirects=False),
-        )
+        if model is None:
+            self.server.find_model()
 
     @property
     def weights(self) -> str:
         """Identifies the weights in a journal."""
-        return f"{self.model} on a server"
+        return f"{self.server.model} on a server"
 
     def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Send the requests, up to ``concurrency`` of them at the same time.
@@ -204,7 +177,7 @@ class ServerAnswerer:
                 raise
         if len(replies) > 1 and all(reply.is_failing for reply in replies):
             raise ValueError(
-                f"{self.url} fails at all of {len(replies)} requests ({replies[0].refused}): "
+                f"{self.server.root} fails at all of {len(replies)} requests ({replies[0].refused}): "
                 "repair the server, then repeat the command to continue"
             )
         return list(map(vars, replies))
@@ -215,48 +188,18 @@ class ServerAnswerer:
         Raises ValueError if no request can succeed: the key, the model name or the address is wrong, or nobody answers.
         """
         sampling = request.sampling
-        extra: dict[str, Any] = {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
-        extra |= {"top_k": sampling.top_k} if sampling.top_k else {}  # as is the next one, an extension of vLLM
+        options: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": request.max_new_tokens}
+        options |= {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
+        options |= {"messages": request.messages} if request.messages else {"prompt": request.prompt}
+        options |= {} if request.messages else {"stop": [request.stop]}
+        extra: dict[str, Any] = {"top_k": sampling.top_k} if sampling.top_k else {}  # vLLM has these extensions
         extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
-        messages: Any = request.messages
-        ask: Any = partial(self._client.chat.completions.create, messages=messages)
-        if not messages:
-            ask = partial(self._client.completions.create, prompt=request.prompt, stop=[request.stop])
-        create = partial(
-            ask,
-            model=self.model,
-            temperature=sampling.temperature,
-            max_tokens=request.max_new_tokens,
-            extra_headers=_authorization(),
-        )
         try:
-            with suppress(openai.BadRequestError, openai.UnprocessableEntityError):
-                return _read_reply(create(extra_body=extra | self._token_ids))
-            reply = _read_reply(create(extra_body=extra))
-            self._token_ids = {}
-            return reply
-        except (openai.APIStatusError, openai.APIConnectionError) as error:
-            return self._explain(error)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # the client does not check what it reads
-            raise ValueError(f"{self.url} answers, but not as an OpenAI-compatible server does ({error!r})") from error
-
-    def _explain(self, error: openai.APIStatusError | openai.APIConnectionError) -> ServerReply:
-        tries = 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
-        code = error.status_code if isinstance(error, openai.APIStatusError) else 0
-        # The standard phrase of a status, and only the type of another cause: their texts may quote the key.
-        phrase = HTTPStatus(code).phrase if code in HTTPStatus.__members__.values() else ""
-        reason = f"HTTP {code} {phrase}".rstrip() if code else type(error.__cause__ or error).__name__
-        if code in (0, 408, 409, 429):
-            raise ValueError(
-                f"{self.url} does not answer ({reason}), tried {tries} times; repeat the command to continue"
-            ) from None
-        mistakes = {404: f"the address or the model {self.model!r} is wrong"}
-        mistakes |= dict.fromkeys((401, 403), f"set the variable {KEY} to the server's key")
-        mistakes |= dict.fromkeys(range(300, 400), "the server has moved: give its new address")
-        if code in mistakes:
-            raise ValueError(f"{self.url} refuses ({reason}): {mistakes[code]}") from None
-        is_failing = code >= 500
-        return ServerReply(refused=f"{reason}, {tries} times" if is_failing else reason, is_failing=is_failing)
+            return ServerReply(**vars(self.server.complete(extra, **options)))
+        except ServerError as error:
+            if error.concerns_every_request:
+                raise
+            return ServerReply(refused=error.reason, is_failing=error.status >= 500)
 
     def read(self, reply: Any) -> dict[str, Any]:
         """Return a reply with all its fields."""
@@ -275,28 +218,3 @@ class ServerAnswerer:
 
 Answerer = LocalAnswerer | ServerAnswerer
 """Answers requests by `answer`; a reply is a JSON value, so that a journal can hold it."""
-
-
-def _read_reply(completion: Any) -> ServerReply:
-    choice, usage = completion.choices[0], completion.usage
-    message = getattr(choice, "message", None)  # None in a continuation
-    reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    found = choice.text if message is None else message.content, reasoning
-    # A server may echo the key, and no file can hold half of a surrogate pair.
-    text, reasoning = (redacted((part or "").encode("utf-8", "replace").decode()) for part in found)
-    num_read, num_written = (
-        validated(int | None, getattr(usage, f"{kind}_tokens", None)) for kind in ("prompt", "completion")
-    )
-    tokens = validated(list[int] | None, getattr(choice, "token_ids", None))
-    return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning, tokens)
-
-
-def _authorization() -> Mapping[str, str | openai.Omit]:
-    """The Authorization header with the key of the environment, or none.
-
-    Raises ValueError, which does not quote the key, if a header cannot hold its characters.
-    """
-    key = os.environ.get(KEY)
-    if key and not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the variable {KEY} contains a line break or another character that no HTTP header can hold")
-    return {"Authorization": f"Bearer {key}" if key else openai.Omit()}

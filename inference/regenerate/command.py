@@ -9,7 +9,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, load_conversations, user_message
-from data.files import atomic_write, safe_text, short_hash, validated
+from data.files import atomic_write, short_hash, validated
+from data.safe_text import safe_text
 from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
@@ -55,12 +56,12 @@ class ServerOptions:
     """An OpenAI-compatible server that answers instead of a base in this process.
 
     Args:
-        endpoint: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
-        model: Name under which the server offers the base.
+        server: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
+        model: Name under which the server offers the base; by default the first model that it lists.
         concurrency: Maximum number of requests to the server at the same time.
     """
 
-    endpoint: str | None = None
+    server: str | None = None
     model: str | None = None
     concurrency: int = 16
 
@@ -69,7 +70,7 @@ def regenerate(
     base_model: ModelOptions,
     answers: AnswerOptions,
     sampling: SamplingOptions,
-    server: ServerOptions,
+    source: ServerOptions,
     out: str,
     files: list[str] = [],  # noqa: B006
     overwrite: bool = False,
@@ -77,7 +78,7 @@ def regenerate(
     """Let the base answer the prompts of conversations, or its own; drafters learn best from the base's own text.
 
     Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
-    repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
+    repeat it to continue. With --server, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
     and only the tokenizer of the base is loaded. Every sampled answer has a seed of its own, made of the seed given,
     the place of its conversation in the files, the number of the answer and the turn.
 
@@ -86,7 +87,7 @@ def regenerate(
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far, OUT.prompts own prompts.
         overwrite: Replace an existing file, and the partial file of another command.
     """
-    numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": server.concurrency}
+    numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": source.concurrency}
     numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size")}
     check_at_least(1, **{name: number for name, number in numbers.items() if number is not None})
     check_at_least(0, own_prompts=answers.own_prompts)
@@ -101,7 +102,7 @@ def regenerate(
         print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)
     tokenizer = load_tokenizer(base_model.base)
     template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
-    answerer = load_answerer(base_model, server, tokenizer, answers)
+    answerer = load_answerer(base_model, source, tokenizer, answers)
     asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
     own: Journal | None = None  # holds the base's own prompts until they are answered
     if answers.own_prompts:
@@ -142,29 +143,27 @@ def regenerate(
         own.delete()
     if counts.dropped.total:
         print(safe_text(counts.dropped))
-    print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
+    print(f"wrote {out}: {summary(dialogues, counts, is_served=source.server is not None)}")
 
 
 def load_answerer(
-    base_model: ModelOptions, server: ServerOptions, tokenizer: PreTrainedTokenizerBase, answers: AnswerOptions
+    base_model: ModelOptions, source: ServerOptions, tokenizer: PreTrainedTokenizerBase, answers: AnswerOptions
 ) -> Answerer:
     """Connect to the server if one is named, otherwise load the base.
 
-    Raises ValueError if the address of the server is malformed or has no model, the base cannot be loaded, or its
-    context is shorter than ``max_length``.
+    Raises ValueError if the address of the server is malformed, a model is named without one, the base cannot be
+    loaded, or its context is shorter than ``max_length``.
     """
     max_length = answers.max_length
-    if (server.endpoint is None) != (server.model is None):
-        raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
-    if server.endpoint is not None and server.model is not None:
+    if source.server is not None:
         name, *options = answers.template.split(":")
-        switch, option = (
-            thinking_switch(resolve_template(name, tokenizer)),
-            next((o for o in options if o in THINKING), ""),
-        )
-        arguments = {switch: option == "thinking=on"} if switch and option else {}  # what the server's template is told
+        switch = thinking_switch(resolve_template(name, tokenizer))
+        option = next((option for option in options if option in THINKING), "")
+        arguments = {switch: option == "thinking=on"} if switch and option else {}  # for the server's template
         max_length = max_length or tokenizer.model_max_length
-        return ServerAnswerer(server.endpoint, server.model, max_length, arguments, server.concurrency)
+        return ServerAnswerer(source.server, source.model, max_length, arguments, source.concurrency)
+    if source.model is not None:
+        raise ValueError(f"--model {source.model} is the name of the base on a server: give --server URL, too")
     base = replace(base_model, bitwise=False).load()  # no drafts, so no bits to keep
     if max_length is not None and max_length > base.context_length:
         raise ValueError(

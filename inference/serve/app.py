@@ -24,7 +24,8 @@ from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from data.conversations import parse_chat
-from data.files import safe_line, validated
+from data.files import validated
+from data.safe_text import safe_line
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer

@@ -4,7 +4,7 @@ import os
 import socket
 from importlib.util import find_spec
 
-from data.files import safe_line
+from data.safe_text import safe_line
 from data.templates import resolve_template
 from inference import drafter_specs
 from inference.verifier.options import ModelOptions

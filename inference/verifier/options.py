@@ -8,7 +8,8 @@ import torch
 from transformers import LogitsProcessor
 
 from inference.arguments import checks_arguments
-from inference.verifier.base import Base, Dtype, load_base, prepare_process, resolve_device
+from inference.bases import Dtype
+from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
 

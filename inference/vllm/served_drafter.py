@@ -7,11 +7,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from data.files import check_files, read_json, reading, safe_line, validated
+from data.files import check_files, read_json, reading, validated
+from data.safe_text import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel import ParallelDrafter
 from drafters.protocol import BaseShape, Drafter, Limits
+from drafters.public_formats import SpecForgeLayers, SpeculatorsConfig
 from drafters.tree import DraftTree
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig
@@ -96,37 +98,7 @@ class ChainDrafter(Drafter):
         return DraftTree.chain(tokens)
 
 
-# ---- the formats of vLLM's own methods, as `drafters export --format vllm` writes them; None is left out of a folder
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """How many tokens a checkpoint of speculators drafts."""
-
-    speculative_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Verifier:
-    """The base that a checkpoint of speculators names."""
-
-    name_or_path: str | None = None
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """The part ``speculators_config``."""
-
-    verifier: Verifier = Verifier()
-    proposal_methods: tuple[Proposal, ...] = ()
-
-
-@dataclass(frozen=True)
-class FusedLayers:
-    """The part ``eagle_config`` of SpecForge."""
-
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    use_aux_hidden_state: bool = True
+# ---- the formats of vLLM's own methods, as `drafters export --format vllm` writes them
 
 
 @dataclass(frozen=True)
@@ -188,14 +160,12 @@ def _read(folder: Path) -> OwnMethod | None:
     with reading(path, "export the drafter again"):
         part = config.get("transformer_layer_config") or config
         sizes = validated(dict[str, int], {size: part[size] for size in ("hidden_size", "vocab_size")})
-        algorithm = validated(Algorithm, config.get("speculators_config") or {})
-        fused = validated(FusedLayers, config.get("eagle_config") or {}).eagle_aux_hidden_state_layer_ids
+        speculators = validated(SpeculatorsConfig, config.get("speculators_config") or {})
+        fused = validated(SpecForgeLayers, config.get("eagle_config") or {}).eagle_aux_hidden_state_layer_ids
         layers = validated(tuple[int, ...], config.get("eagle_aux_hidden_state_layer_ids") or fused or (0,))
-        proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
-        own = config.get("num_heads") if method == "medusa" else next(iter(proposed), None)
-        num_tokens = validated(int | None, own)
+        num_tokens = validated(int | None, config.get("num_heads")) if method == "medusa" else speculators.num_tokens
     last_layer = max(layers) if method == "eagle3" else 0
-    return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes, last_layer)
+    return OwnMethod(method, folder, num_tokens, speculators.verifier.name_or_path, sizes, last_layer)
 
 
 def _method_of(config: dict[str, Any], folder: Path) -> str | None:

@@ -11,10 +11,10 @@ import torch
 import drafters
 from benchmarks import at_scale, harness, recipes, widening
 from benchmarks.widening import widen_base, widen_drafter
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier import packed
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, Step
 from tests.conftest import recorded_trees

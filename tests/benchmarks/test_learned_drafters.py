@@ -73,7 +73,6 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
     assert [arm[:2] for arm in arms] == [
         ["medusa", "best_first"],
         ["ctc", "prefix"],
-        ["ctc", "frames"],
         ["ctc", "paper"],
     ]
     minutes = stored("ctc", "training.json")["cpu_seconds"] / 60
@@ -87,7 +86,7 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
 def test_table2_reads_each_module_as_tokens_and_as_frames(learned_run, stored):
     _, _, (_, _, *table), _ = tables((learned_run[0] / "table.md").read_text())
     linear, ctc = "linear heads + cross-entropy", "transformer + CTC"
-    ways = ("plain, blanks kept", "plain, blanks dropped", "CTC", "CTC, same length", "prefix")
+    ways = ("plain, blanks kept", "plain, blanks dropped", "CTC", "prefix")
     assert [row[:3] for row in table] == [["medusa", linear, way] for way in ("plain", "CTC")] + [
         ["ctc", ctc, way] for way in ways
     ]
@@ -101,7 +100,7 @@ def test_table2_reads_each_module_as_tokens_and_as_frames(learned_run, stored):
     # Decoding and simulation agree, but for trees that the length cap makes less deep while they are built.
     drafted = {key: result["length"]["64"] for key, result in stored("ctc", "simulated.json").items()}
     (found,) = stored("ctc", "table2.json").values()
-    for way, tree in (("CTC", "frames"), ("CTC, same length", "paper"), ("prefix", "prefix")):
+    for way, tree in (("CTC", "paper"), ("prefix", "prefix")):
         (simulated,) = (length for key, length in drafted.items() if f'"{tree}"' in key)
         assert found[way]["length"] == simulated or (tree == "prefix" and found[way]["length"] > simulated)
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks import pretrain
 from benchmarks.pretrain import BaseTraining
 from data.batches import collate
-from data.tokenizer import load_tokenizer
-from inference.verifier.base import load_base, tokenizer_hash
+from data.tokenizer import load_tokenizer, tokenizer_hash
+from inference.verifier.base import load_base
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 64, "context_length": 64}
 

@@ -57,8 +57,6 @@ def copies_of(name):
     """Copies of a step to the host, and the most to the device; the table in docs/design.md says what they are."""
     if name == "none":
         return 1, 2
-    if name.startswith("eagle") and name.endswith("static"):
-        return 2, 6  # the first draft copies the layout of the tree
     if name.startswith("eagle") or name in ("ctc, reads tokens", "ctc, copies"):
         return 2 + (name == "ctc, copies"), 5
     return (2, 4) if name in lossless.LEARNED | CTC_OPTIONS or name == "merged" else (1, 3)

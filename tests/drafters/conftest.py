@@ -103,7 +103,7 @@ def make_ctc():
 
 
 @cache
-def alignments(num_frames, vocab_size, root, merges):
+def alignments(num_frames, vocab_size, root):
     """Every alignment, the last token before each of its frames, and the alignments of each text and of each prefix."""
     blank, last, whole, begins = vocab_size, [], defaultdict(list), defaultdict(list)
     every = list(product(range(vocab_size + 1), repeat=num_frames))
@@ -111,7 +111,7 @@ def alignments(num_frames, vocab_size, root, merges):
         text, before, emitted = [], blank, []
         for symbol in symbols:
             emitted.append(text[-1] if text else root)
-            if symbol != blank and not (merges and symbol == before):
+            if symbol != blank and symbol != before:
                 text.append(symbol)
             before = symbol
         last.append(emitted)
@@ -127,21 +127,20 @@ class LiteralTexts:
     Args:
         probs: (T, L, V + 1) distribution of each frame after each last token, the blank last.
         root: Row of ``probs`` that holds while nothing is emitted.
-        merges: Whether equal neighbours are merged.
     """
 
-    def __init__(self, probs, root, merges=True):
-        every, last, self.whole_of, self.begins_of = alignments(len(probs), probs.shape[2] - 1, root, merges)
+    def __init__(self, probs, root):
+        every, last, self.whole_of, self.begins_of = alignments(len(probs), probs.shape[2] - 1, root)
         self.alignments = every
-        self.each = probs[torch.arange(len(probs)), last, every].prod(1)  # (N,)
+        self.probabilities = probs[torch.arange(len(probs)), last, every].prod(1)  # (N,)
 
     def whole(self, text):
         """P(the text is this one)."""
-        return self.each[self.whole_of.get(tuple(text), [])].sum()
+        return self.probabilities[self.whole_of.get(tuple(text), [])].sum()
 
     def begins(self, text):
         """P(the text begins with this one)."""
-        return self.each[self.begins_of.get(tuple(text), [])].sum()
+        return self.probabilities[self.begins_of.get(tuple(text), [])].sum()
 
     def every(self):
         """P(the text begins with it) of every text that some alignment spells, shorter ones first."""

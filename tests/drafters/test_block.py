@@ -159,22 +159,17 @@ def test_with_copies_a_label_has_its_probability_given_the_labels_before(has_bia
 
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V, 2**20], ids=["one", "some", "all"])
-@pytest.mark.parametrize(("distillation", "kind"), [(0.0, "kl"), (0.7, "kl"), (0.7, "tv"), (0.7, "lk")])
-def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch, max_bytes, distillation, kind):
+@pytest.mark.parametrize("distillation", [0.0, 0.7])
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch, max_bytes, distillation):
     monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
     case = Case(has_bias)
-    settings = {"decay": 0.6, "distillation": distillation, "divergence": kind, "label_weight": 0.4}
+    settings = {"decay": 0.6, "distillation": distillation, "label_weight": 0.4}
     settings |= {"teacher_temperature": 0.5} if distillation else {}
     loss, _ = case.loss(teacher=case.teacher, **settings)
     log_distributions = case.log_distributions()
     cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
     base = (2 * case.teacher @ case.head.T).log_softmax(-1)
-    distance = (base.exp() - log_distributions.exp()).abs().sum(-1) / 2
-    if kind == "kl":
-        distance = F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
-    elif kind == "lk":
-        distance = -(1 - distance).log()
-    cost = 0.4 * cost + distillation * distance
+    cost = 0.4 * cost + distillation * F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
     weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
     expected = (weights * cost).sum() / 4

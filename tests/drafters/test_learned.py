@@ -18,9 +18,6 @@ from drafters import (
     Medusa,
     StepResult,
     TrainingBatch,
-    eagle,
-    medusa,
-    parallel,
 )
 from tests.conftest import check_tree
 from tests.drafters.conftest import batch_for, committed, in_float64, random_drafter, ready, text_for
@@ -44,7 +41,6 @@ KINDS = {
     "ctc, causal window": (CTC, {"window": 4, "causal": True, "num_layers": 2}),
     "ctc, three fused layers": (CTC, {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 3}),
     "ctc, lookup": (CTC, {"lookup": True, "markov_rank": 3}),
-    "ctc, selfless": (CTC, {"merge_repeats": False, "markov_rank": 3}),
     "block": (Block, {}),
     "block, bias and chain": (Block, {"tree": "chain", "markov_rank": 3, "markov_factors": "base"}),
     "block, causal": (Block, {"causal": True, "num_layers": 2, "tokens_in_context": True, "lookup": True}),
@@ -59,7 +55,6 @@ KINDS = {
     "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
     "eagle": (EAGLE, {}),
     "eagle, chain": (EAGLE, {"tree": "chain"}),
-    "eagle, static tree": (EAGLE, {"tree": "static", "static": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0]]}),
     "eagle, wide": (EAGLE, {"depth": 6, "width": 8, "num_nodes": 50, "window": 9}),
     "eagle3": (EAGLE3, {}),
     "eagle3, one level": (EAGLE3, {"depth": 1}),
@@ -103,12 +98,9 @@ def test_trees_of_a_known_text_equal_those_of_decoding_in_chunks_of_any_size(mak
         check_tree(live[-1], V)
     assert len({tuple(tree.tokens) for tree in live}) > 1
     assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    for module in (parallel, medusa, eagle.drafter):
-        monkeypatch.setattr(module, "ANCHORS_AT_ONCE", 2)
-    assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    if not isinstance(drafter, CTC | Block):  # before the first token nothing is observed
-        anchors = torch.tensor([0, *anchors])
-        assert drafter.draft_at(hidden, ids, anchors, base_weights, limits) == [DraftTree(), *live]
+    monkeypatch.setattr(drafter, "anchors_at_once", 2)
+    anchors = torch.tensor([0, *anchors])  # before the first token nothing is observed
+    assert drafter.draft_at(hidden, ids, anchors, base_weights, limits) == [DraftTree(), *live]
 
 
 @each_class
@@ -253,17 +245,15 @@ WRONG = {
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}),
         *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
         *({"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
-        *({"objective": "rnn"}, {"divergence": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
-        *({"teacher_temperature": -0.5}, {"distillation_steps": -1}),
-        *({"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
+        *({"objective": "rnn"}, {"tree": "best_first"}, {"markov_factors": "head"}),
+        *({"teacher_temperature": -0.5}, {"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
     ],
-    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
+    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}],
     "block": [{"num_frames": 0}, {"num_frames": 1, "sample_from_anchor": False}, {"tree": "paper"}],
     "medusa": [{"num_heads": 0}, {"num_layers": 0}, {"top_k": 0}, {"num_nodes": -1}, {"tree": "bush"}],
-    "hydra": [{"width": 0}, {"num_anchors": -1}, {"decay": -0.5}, {"divergence": "tv"}],
+    "hydra": [{"width": 0}, {"num_anchors": -1}, {"decay": -0.5}],
     "eagle": [
         *({"tree": "star"}, {"draws": 2}, {"depth": 0}, {"temperature": 0.0}, {"window": 4, "depth": 4}),
-        *({"divergence": "js"}, {"static": [[0]]}),
     ],
     "eagle3": [
         *({"num_unroll": 0}, {"window": 6, "num_unroll": 7, "depth": 4}, {"hidden_layers": [2, 16, 29]}),
@@ -276,6 +266,6 @@ WRONG = {
     ("kind", "arguments"), [(kind, arguments) for kind, every in WRONG.items() for arguments in every], ids=str
 )
 def test_a_wrong_option_is_refused_by_its_name_in_one_line(make, kind, arguments):
-    with pytest.raises(ValueError, match="repeats" if "merge_repeats" in arguments else next(iter(arguments))) as error:
+    with pytest.raises(ValueError, match=next(iter(arguments))) as error:
         make(kind, **arguments)
     assert "\n" not in str(error.value)

@@ -21,10 +21,10 @@ class Fixed(drafters.Drafter):
     """Stands for a learned drafter: always the same tree, with its probabilities."""
 
     def __init__(self, tree):
-        self.tree, self.asked, self.observed, self.rewound = tree, [], [], []
+        self.tree, self.limits, self.observed, self.rewound = tree, [], [], []
 
     def propose(self, seq, limits):
-        self.asked.append(limits)
+        self.limits.append(limits)
         return self.tree
 
     def observe(self, step):
@@ -113,12 +113,12 @@ def test_smaller_budgets_and_thresholds_take_the_first_nodes_of_the_same_tree():
     whole = merged.propose(seq, Limits(DEPTH))
     for num_nodes in (1, 5):
         assert merged.propose(seq, Limits(DEPTH, num_nodes)) == whole.first(num_nodes)
-    assert merged.learned.asked[-1].max_nodes > 12, "a small budget takes the best nodes of both drafters' whole trees"
+    assert merged.learned.limits[-1].max_nodes > 12, "a small budget takes the best nodes of both drafters' whole trees"
     merged.min_probability = whole.probabilities[6]
     assert merged.propose(seq, Limits(DEPTH)) == whole.first(7)
-    num_drafts = len(merged.learned.asked)
+    num_drafts = len(merged.learned.limits)
     assert len(merged.propose(seq, Limits(DEPTH, 0))) == len(merged.propose(seq, Limits(0))) == 0
-    assert len(merged.learned.asked) == num_drafts, "no draft, no draft pass"
+    assert len(merged.learned.limits) == num_drafts, "no draft, no draft pass"
 
 
 def test_a_learned_drafter_that_is_always_wrong_loses_its_place_in_the_tree():

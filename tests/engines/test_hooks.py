@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from inference.evaluate.server import COUNTER, OPTIONS
 from inference.vllm.command import CUSTOM, make_launch
 from inference.vllm.proposer import Proposer
+from inference.vllm.running import COUNTER, OPTIONS
 from inference.vllm.served_drafter import METHODS
 
 METADATA, STREAMED = "num_actual_tokens slot_mapping block_table", "token_ids finish_reason"

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import drafters
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference import drafter_specs
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests import conftest
@@ -167,12 +167,11 @@ DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft
 FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
-    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "static": "tree.json"},
+    **{"temperature": 9.0, "draw_temperature": 9.0, "static": "tree.json"},
     **{"window": 2, ("eagle3", "window"): 7},  # at least num_unroll
 }
 BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
-BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
-BESIDE |= {("eagle", "static"): ["tree=static"], ("eagle3", "static"): ["tree=static"]}
+BESIDE |= {"draw_temperature": ["draws=4"]}
 BESIDE |= {("eagle", "window"): ["depth=1"], ("eagle3", "window"): ["depth=1"]}  # a window exceeds the depth
 
 

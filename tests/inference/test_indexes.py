@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from data.tokenizer import tokenizer_hash
 from drafters import SuffixArray
 from drafters.training_free.corpus import CorpusTable
 from inference import drafter_specs, indexes
 from inference.indexes import count
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from train.cli import run_drafters as main
@@ -96,7 +96,7 @@ def test_a_drafter_accepts_drafts_from_a_datastore(base, tokenizer, tmp_path, ca
     assert store.tokenizer_hash == tokenizer_hash(base.tokenizer)
     assert documents_of(store)[:1] + documents_of(store)[2:] == [[3, 4, 5], [8, 9], [10]]
     assert [path.name for path in out.parent.iterdir()] == ["store"]
-    for spec in (f"rest={out}", f"rest={out}:num_draft=4,shortest=1,official_cut=true"):
+    for spec in (f"rest={out}", f"rest={out}:num_draft=4,shortest=1"):
         result = Session(Runner(base), drafter_specs.make(spec, Runner(base))).run([5, 6, 7], 20)
         assert result.tokens == alone
         assert sum(step.accepted for step in result.steps) > 2

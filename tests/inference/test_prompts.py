@@ -80,12 +80,12 @@ def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, 
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert NOTE in (tmp_path / "every" / "results.md").read_text()
-    assert read(tmp_path / "every").lines("left_out") == [NOTE]
+    assert read(tmp_path / "every").record.left_out == [NOTE]
     assert NOTE.replace("'", "&#39;") in (tmp_path / "every" / "report.html").read_text()
-    assert read(tmp_path / "fitting").lines("left_out") == []
-    journal = tmp_path / "every" / "journal" / "1.jsonl"
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[: len(whole) // 2])  # it was stopped
+    assert read(tmp_path / "fitting").record.left_out == []
+    for path in (tmp_path / "every" / "answers").glob("*/*.jsonl"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])  # it was stopped
     run(evaluate, folder, out=str(tmp_path / "every"))
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
 

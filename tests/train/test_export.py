@@ -14,9 +14,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from data.hub import find_folder
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from inference import drafter_specs
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from tests.conftest import Handler, serving
 from train.cli import run_drafters

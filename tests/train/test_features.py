@@ -31,7 +31,7 @@ from drafters import CTC, EAGLE, EAGLE3
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
-from train.features import Row, divide_into_shards, parse_layers
+from train.features import ShardRow, divide_into_shards, parse_layers
 from train.module import DrafterTraining
 
 DATA = {"files": ["embedded:24"], "max_length": 400}
@@ -304,7 +304,9 @@ def test_layers_are_kept_in_the_order_in_which_they_are_named():
 
 def test_shards_hold_each_row_once_with_the_longest_first():
     keys, lengths = (0, 1, 2, 1, 3, 4), (5, 9, 5, 9, 1, 30)
-    rows = [Row(number, bytes([key]), length) for number, (key, length) in enumerate(zip(keys, lengths, strict=True))]
+    rows = [
+        ShardRow(number, bytes([key]), length) for number, (key, length) in enumerate(zip(keys, lengths, strict=True))
+    ]
     shards = divide_into_shards(rows, token_bytes=100, shard_bytes=1500 + 2 * BYTES_PER_ROW)
     assert [[row.number for row in shard] for shard in shards] == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from data.module import ShareGPTData
+from data.tokenizer import tokenizer_hash
 from drafters import CTC, Medusa, NoDrafter, checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.recipe import build
-from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from train.cli import run_drafters, run_lightning

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from benchmarks import recipes
 from benchmarks.recipes import grouped
+from data.tokenizer import tokenizer_hash
 from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint
 from drafters.checkpoint import DrafterConfig
-from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.base import load_base
 from tests.train import public_formats
 from train.cli import run_drafters
 from train.formats import vllm

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters import EAGLE, EAGLE3
 from drafters.protocol import BaseShape, BaseWeights
-from inference.vllm.served_drafter import FusedLayers
+from drafters.public_formats import SpecForgeLayers
 from train.formats.layers import layer_config, read_layers
 from train.formats.public import PublicCheckpoint, PublicDrafter, Target, speculators_config
 
@@ -109,7 +109,7 @@ class EAGLE3Settings:
     norm_output: bool | None = None
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None  # counted as here
     target_layer_ids: tuple[int, ...] | None = None  # DeepSpec's, counted from 0
-    eagle_config: FusedLayers | None = None  # SpecForge's, counted from 0
+    eagle_config: SpecForgeLayers | None = None  # SpecForge's, counted from 0
 
 
 def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: BaseWeights) -> PublicDrafter:
@@ -143,7 +143,7 @@ def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: Bas
     tokens = _draft_tokens(checkpoint, settings.draft_vocab_size or base.vocab_size, base.vocab_size)
     if tokens is not None:
         weights["draft_tokens"], init_args["draft_vocab_size"] = tokens, len(tokens)
-    if depth := next((each.speculative_tokens for each in checkpoint.algorithm.proposal_methods), None):
+    if depth := checkpoint.speculators.num_tokens:
         init_args["draft"] = {"depth": depth}
     return PublicDrafter("drafters.EAGLE3", init_args, layers.shape, weights)
 

@@ -96,8 +96,8 @@ def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, mode
     _check_computation(checkpoint, config)
     shape = _scaled(checkpoint, shape, config.rope_parameters)
     for size in ("hidden_size", "vocab_size"):
-        if (own := getattr(shape, size)) != (its := getattr(base, size)):
-            checkpoint.refuse(f"its {size} is {own}, but the base has {its}: pass the base it was trained for")
+        if (here := getattr(shape, size)) != (expected := getattr(base, size)):
+            checkpoint.refuse(f"its {size} is {here}, but the base has {expected}: pass the base it was trained for")
     groups = config.num_key_value_heads
     if groups < 1 or shape.num_heads % groups:
         checkpoint.refuse(f"its {shape.num_heads} heads cannot share {groups} heads of keys and values")

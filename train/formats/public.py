@@ -11,9 +11,9 @@ from torch import Tensor
 
 from data.files import check_files, read_json, reading, validated
 from drafters.protocol import BaseShape
+from drafters.public_formats import SpeculatorsConfig
 from inference.bases import load_config
 from inference.verifier.base import load_base_info
-from inference.vllm.served_drafter import Algorithm
 
 COPIES = "verifier_lm_head.weight", "verifier_norm.weight"
 """Weights of the base that speculators needs in training only."""
@@ -39,9 +39,9 @@ class PublicCheckpoint:
     weights: dict[str, Tensor] = field(repr=False)  # those that have not been taken yet
 
     @property
-    def algorithm(self) -> Algorithm:
+    def speculators(self) -> SpeculatorsConfig:
         """The ``speculators_config``; of another format, one that names nothing."""
-        return self.settings(Algorithm, self.config.get("speculators_config") or {})
+        return self.settings(SpeculatorsConfig, self.config.get("speculators_config") or {})
 
     def refuse(self, difference: str) -> NoReturn:
         """Raise ValueError: no drafter here computes the same."""

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.files import code_span, safe_line, write_text
+from data.files import write_text
+from data.safe_text import code_span, safe_line
 from drafters import EAGLE, EAGLE3, Block, Medusa
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter

@@ -1,6 +1,5 @@
 """The rows and prompts of the benchmarks: small files of each form, the columns of the hub, and the real files."""
 
-import gzip
 import json
 import re
 from pathlib import Path
@@ -255,18 +254,6 @@ def test_summaries_are_read_from_every_public_format(write):
         assert question.turns[0].endswith(f"Document: {article}  Summary: ") and question.reference == summary
 
 
-def test_parallel_text_files_are_paired_line_by_line(tmp_path):
-    with gzip.open(tmp_path / "de.gz", "wt", encoding="utf-8") as file:
-        file.write("Grüß Gott.\nZwei\n")
-    (tmp_path / "en").write_text("Good day.\nTwo\n")
-    questions = load_questions("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
-    assert [question.turns[0].rpartition("\n")[2] for question in questions] == ["Grüß Gott.", "Zwei"]
-    assert [question.reference for question in questions] == ["Good day.", "Two"]
-    (tmp_path / "en").write_text("Good day.\n")
-    with pytest.raises(ValueError, match=r"do not belong together: .*de\.gz has 2 lines, .*en has 1 lines"):
-        load_questions("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
-
-
 def test_a_few_shot_style_reads_its_examples_from_the_second_file(write):
     train = [{"question": f"Q{n}", "answer": f"A{n} #### {n}"} for n in range(9)]
     files = f"{write(GSM8K)},{write(train, 'train.jsonl')}"
@@ -293,7 +280,6 @@ def test_mbpp_examples_come_from_its_prompt_split(write):
         ("gsm8k:five", "{0}", "gsm8k has no prompt style 'five'; choose one of: plain, ctc, shots"),
         ("mt_bench:ctc", "{0}", "choose one of: plain"),
         ("file", "a, missing.jsonl", "^a, missing.jsonl: no such file, and 2 files, which commas separate, do not fit"),
-        ("wmt16", "{0},missing.txt", "^missing.txt: no such file"),
         ("file", "", "^file has no copy on the hub; write file=FILE$"),
     ],
 )
@@ -342,7 +328,6 @@ REAL = [  # files, and the number of questions in them
     ("mbpp_validation:shots", "mbpp/mbpp.jsonl", 90),
     ("cnn_dm", "summarization/cnndm.jsonl", 100),
     ("xsum", "summarization/xsum_0shot.jsonl", 1000),
-    ("wmt16", "translation/test_2016_flickr.de.gz,translation/test_2016_flickr.en.gz", 1000),
 ]
 
 

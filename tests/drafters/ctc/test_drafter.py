@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import BaseWeights, Limits, TrainingBatch, parallel
+from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
@@ -35,7 +35,6 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"tree": "chain", "markov_rank": 3},
         {"markov_rank": 3, "markov_factors": "base"},
         {"tree": "paper"},
-        {"tree": "frames"},
         {"root_everywhere": False},
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},
@@ -76,7 +75,7 @@ def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
         first = max(0, anchor - 5)
         window, root = torch.arange(first, anchor), whole.roots(ids[None], at[:, index, None])
         context = whole.context(hidden[None, window], window[None], ids[None, window], base_weights.embedding)
-        expected = whole._frames(context, root, base_weights.embedding, None)[0, 0]
+        expected = whole.frames(context, root, base_weights.embedding, None)[0, 0]
         torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
     assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
@@ -140,25 +139,10 @@ def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc,
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
-    make_ctc, base_weights, text
-):
-    hidden, ids = text
-    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
-    settings = {"num_anchors": S, "label_weight": 0.0, "distillation": 1.0, "divergence": "tv"}
-    plain, _ = make_ctc(num_anchors=S).loss(TrainingBatch(*texts), base_weights)
-    distilled, _ = make_ctc(**settings).loss(TrainingBatch(*texts), base_weights)
-    drafter = make_ctc(distillation_steps=4, **settings)
-    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(5)]
-    shares = [(loss - plain) / (distilled - plain) for loss in losses]
-    torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
-    torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
-
-
 def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text, monkeypatch):
     (hidden, ids), drafter, reads = text, make_ctc(), []
     drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
-    monkeypatch.setattr(parallel, "ANCHORS_AT_ONCE", 2)
+    monkeypatch.setattr(drafter, "anchors_at_once", 2)
     drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights)
     assert len(reads) == 1
 
@@ -174,16 +158,15 @@ def passage_at(drafter, ids, anchor):
     """The tokens that a drafter may copy at an anchor, and the number of tokens before them that match."""
     if not drafter.copies:
         return [], 0
-    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1), drafter.num_frames)
+    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1))
     return tokens[0, 0].tolist(), lengths[0, 0].item()
 
 
-@pytest.mark.parametrize("merges", [True, False])
 @pytest.mark.parametrize(
     "arguments", [{"markov_rank": 3}, {}, {"tree": "chain", "markov_rank": 3}, {"lookup": True, "copy": True}], ids=str
 )
-def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments, merges):
-    drafter = make_ctc(merge_repeats=merges, **arguments)
+def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments):
+    drafter = make_ctc(**arguments)
     hidden, ids = torch.randn(12, 16), torch.randint(0, 3 if drafter.copies else 23, (12,))
     anchors = torch.tensor([3, 7, 11])
     trees = drafter.draft_at(hidden, ids, anchors, base_weights)
@@ -202,7 +185,7 @@ def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make
                 left, right = drafter.markov.factors(torch.cat([ids[anchor].reshape(1, 1), labels], 1), base_weights)
             anchored = AnchoredFrames(frames[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
             emissions = emit(anchored, base_weights.head, CTCOutput(drafter.blank_row, drafter.blank_bias[0], right))
-            states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels, merges)
+            states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels)
             is_copied = tree.path_tokens(node) == passage[: tree.depths[node]]
             expected = (1 - share) * states.prefix[0, -1].exp().item() + share * is_copied
             if not is_copied or probability != pytest.approx(share):  # what the search did not find is only copied
@@ -216,13 +199,3 @@ def test_whether_a_chain_copies_does_not_depend_on_how_deep_it_may_be(make_ctc, 
     for depth in (1, 2, 3):
         chains = zip(drafter.draft_at(*inputs, Limits(max_depth=depth)), drafter.draft_at(*inputs), strict=True)
         assert all(list(chain.tokens) == list(deepest.tokens[:depth]) for chain, deepest in chains)
-
-
-def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights, text):
-    drafter, (hidden, ids) = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999), text
-    # All tokens are equally probable: a few texts repeat one.
-    drafter.attach_base_weights(BaseWeights(base_weights.embedding, torch.zeros_like(base_weights.head)))
-    tree = ready(drafter, hidden, ids, 7).propose(ids[:8].tolist(), Limits(max_depth=99, max_nodes=999))
-    leaves = set(range(len(tree))) - set(tree.parents)
-    assert {len(tree.path_tokens(node)) for node in leaves} == {drafter.num_frames}
-    assert any(tree.tokens[node] == tree.tokens[parent] for node, parent in enumerate(tree.parents) if parent >= 0)

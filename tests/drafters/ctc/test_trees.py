@@ -1,6 +1,6 @@
 """The paper's tree against a literal version, and drawn trees against an enumeration of every alignment."""
 
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,13 +26,10 @@ def random_frames(num_frames, vocab, seed=0):
     return distribution[:, :-1], distribution[:, -1]
 
 
-def literal(probs, blank, limits, same_length):
+def literal(probs, blank, limits):
     """Collapse and merge the most probable frame sequences, as many as fit into a tree of ``num_nodes`` frames."""
     choices = [[*enumerate(row), (None, none)] for row, none in zip(probs, blank, strict=True)]
-    sequences = []
-    for length in [len(probs)] if same_length else range(1, len(probs) + 1):
-        for picks in product(*choices[:length]):
-            sequences.append((np.prod([p for _, p in picks]), [symbol for symbol, _ in picks]))
+    sequences = [(np.prod([p for _, p in picks]), [symbol for symbol, _ in picks]) for picks in product(*choices)]
     sequences.sort(key=lambda pair: -pair[0])
     begun = dict.fromkeys(tuple(symbols[:end]) for _, symbols in sequences for end in range(1, len(symbols) + 1))
     texts = []
@@ -48,17 +45,16 @@ def literal(probs, blank, limits, same_length):
     return DraftTree.from_paths(texts)
 
 
-@pytest.mark.parametrize("same_length", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3), (5, 2), (6, 1), (0, 3)])
 @pytest.mark.parametrize("num_nodes", [0, 1, 3, 10, 60, 5000])
 @pytest.mark.parametrize("max_depth, eos", [(9, ()), (2, ()), (0, ()), (9, {0, 2})])
-def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_nodes, max_depth, eos, same_length):
+def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_nodes, max_depth, eos):
     limits = SearchLimits(num_nodes, max_depth, eos)
     for seed in range(3):
         probs, blank = random_frames(*shape, seed)
-        (tree,) = paper_trees(Candidates(np.arange(shape[1])[None], probs[None], blank[None]), limits, same_length)
+        (tree,) = paper_trees(Candidates(np.arange(shape[1])[None], probs[None], blank[None]), limits)
         check_tree(tree, 5)
-        assert tree == literal(probs, blank, limits, same_length) and len(tree) <= num_nodes
+        assert tree == literal(probs, blank, limits) and len(tree) <= num_nodes
 
 
 # ---- drawn trees
@@ -67,14 +63,14 @@ def test_the_papers_tree_collapses_the_most_probable_frame_sequences(shape, num_
 class Frames:
     """Logits (T, V + 1), a bias table (V, V + 1) or None, and the literal probabilities of their texts."""
 
-    def __init__(self, literal_texts, num_frames, biased, merges=True, seed=0):
+    def __init__(self, literal_texts, num_frames, biased, seed=0):
         generator = torch.Generator().manual_seed(seed)
         self.logits, table = (
             1.5 * torch.randn(n, V + 1, generator=generator, dtype=torch.float64) for n in (num_frames, V)
         )
         self.table, self.bias = (table, lambda tokens: table[tokens]) if biased else (torch.zeros_like(table), None)
         self.probs = (self.logits[:, None] + self.table).softmax(-1)  # (T, V, V + 1)
-        self.texts = literal_texts(self.probs, START, merges)
+        self.texts = literal_texts(self.probs, START)
 
     def interval(self, symbols):
         """The intervals of random numbers (T,) that sample an alignment."""
@@ -109,7 +105,7 @@ each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias"
 @each_bias
 def test_the_share_of_random_numbers_that_sample_an_alignment_is_its_probability(literal_texts, biased):
     frames = Frames(literal_texts, 3, biased)
-    for symbols, probability in zip(frames.texts.alignments.tolist(), frames.texts.each.tolist(), strict=True):
+    for symbols, probability in zip(frames.texts.alignments.tolist(), frames.texts.probabilities.tolist(), strict=True):
         low, high = frames.interval(symbols)
         assert np.prod(high - low) == pytest.approx(probability, abs=1e-12)
         inside = torch.from_numpy(np.stack([low + 1e-9, (low + high) / 2, high - 1e-9], axis=1))
@@ -136,11 +132,9 @@ def test_a_drawn_tree_merges_the_texts_and_has_the_distribution_of_every_inner_n
     assert {node for distribution in tree.distributions for node in distribution.draws} == set(range(len(tree)))
 
 
-def test_without_merging_drawn_texts_keep_equal_neighbours(literal_texts):
-    frames = Frames(literal_texts, 4, True, merges=False)
-    tree = draw(frames.logits, START, 400, SearchLimits(999, 99), np.random.default_rng(0), frames.bias, 1.0, False)
-    texts = {tuple(tree.path_tokens(node)) for node in range(len(tree))}
-    assert any(a == b for text in texts for a, b in pairwise(text))
+def test_many_drawn_texts_have_the_distribution_of_every_inner_node(literal_texts):
+    frames = Frames(literal_texts, 4, True)
+    tree = draw(frames.logits, START, 400, SearchLimits(999, 99), np.random.default_rng(0), frames.bias)
     for distribution in tree.distributions:
         prefix = tuple(tree.path_tokens(distribution.parent))
         torch.testing.assert_close(distribution.probs, frames.after(prefix), rtol=0, atol=1e-10)

@@ -19,23 +19,18 @@ class Anchors(NamedTuple):
     absent: None = None
 
 
-class Weights(NamedTuple):
-    weight: torch.Tensor
-    idle: torch.Tensor | None = None
-
-
 @pytest.fixture
 def tensors():
     generator = torch.Generator().manual_seed(0)
     frames, bias, weight = (
         torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((A, D), (A,), (D,))
     )
-    return Anchors(frames, bias, torch.arange(A) % 3 > 0), Weights(weight)
+    return Anchors(frames, bias, torch.arange(A) % 3 > 0), (weight, None)
 
 
-def sums(x, weights):
-    assert x.absent is None
-    scores = (x.frames @ weights.weight + x.bias).sigmoid() * x.kept
+def sums(x, weight, idle):
+    assert x.absent is None and idle is None
+    scores = (x.frames @ weight + x.bias).sigmoid() * x.kept
     return scores.square().sum(), torch.stack([scores.sum(), x.kept.sum().float()])
 
 
@@ -43,11 +38,11 @@ def sums(x, weights):
 def test_value_metrics_and_gradients_equal_those_computed_at_once(tensors, size):
     per_anchor, shared = tensors
     loss, numbers = chunked(sums, per_anchor, shared, size)
-    expected, expected_numbers = sums(per_anchor, shared)
+    expected, expected_numbers = sums(per_anchor, *shared)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(numbers, expected_numbers.detach())
     assert not numbers.requires_grad
-    leaves = [per_anchor.frames, per_anchor.bias, shared.weight]
+    leaves = [per_anchor.frames, per_anchor.bias, shared[0]]
     gradients = [torch.autograd.grad(-2.5 * x, leaves, retain_graph=True) for x in (loss, loss, expected)]
     torch.testing.assert_close(gradients[0], gradients[2])
     torch.testing.assert_close(gradients[1], gradients[2])  # the backward pass may run twice
@@ -58,8 +53,8 @@ def test_each_chunk_is_computed_once_and_then_freed(tensors):
     """Only one chunk's intermediate tensor is alive at a time, and the forward function runs once per chunk."""
     seen, alive = [], []
 
-    def watched(x, weights):
-        scores = (x.frames @ weights.weight + x.bias).sigmoid() * x.kept
+    def watched(x, weight, idle):
+        scores = (x.frames @ weight + x.bias).sigmoid() * x.kept
         gc.collect()
         alive.append(sum(reference() is not None for reference in seen))
         seen.append(weakref.ref(scores))
@@ -75,17 +70,17 @@ def test_each_chunk_is_computed_once_and_then_freed(tensors):
 def test_without_gradients_the_value_is_the_same_and_no_gradient_is_computed(tensors, mode):
     per_anchor, shared = tensors
     with mode():
-        loss, expected = chunked(sums, per_anchor, shared, 2)[0], sums(per_anchor, shared)[0]
+        loss, expected = chunked(sums, per_anchor, shared, 2)[0], sums(per_anchor, *shared)[0]
     assert not loss.requires_grad
     torch.testing.assert_close(loss.clone(), expected.clone())
 
 
 def test_tensors_that_need_no_gradient_get_none(tensors):
     per_anchor, shared = tensors
-    shared.weight.requires_grad_(False)
+    shared[0].requires_grad_(False)
     loss, _ = chunked(sums, per_anchor, shared, 2)
     loss.backward()
-    assert shared.weight.grad is None
+    assert shared[0].grad is None
     assert per_anchor.frames.grad is not None
 
 
@@ -93,7 +88,7 @@ def test_autocast_is_off_inside_a_chunk(tensors):
     per_anchor, shared = tensors
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, _ = chunked(sums, per_anchor, shared, 2)
-    torch.testing.assert_close(loss, sums(per_anchor, shared)[0])
+    torch.testing.assert_close(loss, sums(per_anchor, *shared)[0])
 
 
 @pytest.mark.slow
@@ -101,7 +96,7 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32():
     """A thousand chunks each have a gradient of one; a sum in bfloat16 would stop growing at 256."""
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
     none = Anchors(torch.ones(1000), torch.zeros(1000), torch.ones(1000))
-    loss, _ = chunked(lambda x, weights: ((x.frames * weights.weight).sum(),) * 2, none, Weights(weight), 1)
+    loss, _ = chunked(lambda x, weight: ((x.frames * weight).sum(),) * 2, none, [weight], 1)
     loss.backward()
     assert weight.grad.item() == 1000
 

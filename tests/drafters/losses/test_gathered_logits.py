@@ -49,12 +49,3 @@ def test_logits_are_at_least_float32(head_dtype):
     assert logits.dtype == torch.promote_types(head_dtype, torch.float32)
     logits.sum().backward()
     assert head.grad is None  # frozen
-
-
-def test_teacher_probabilities_are_those_of_a_temperature():
-    states, head = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
-    for temperature in (1.0, 0.4):
-        expected = torch.distributions.Categorical(logits=states @ head.T / temperature).probs
-        torch.testing.assert_close(gathered_logits.teacher_probs(states, head, temperature), expected)
-    certain = torch.nn.functional.one_hot((states @ head.T).argmax(-1), 6)
-    assert torch.equal(gathered_logits.teacher_probs(states, head, 0.0), certain.double())

@@ -171,9 +171,9 @@ def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind, size
     given, fitting = (
         {
             name: w.shape
-            for name, w in recipes.build(kind, SHAPE, options | {"draft_vocab_size": each}).state_dict().items()
+            for name, w in recipes.build(kind, SHAPE, options | {"draft_vocab_size": vocab_size}).state_dict().items()
         }
-        for each in (size, min(size, V))
+        for vocab_size in (size, min(size, V))
     )
     assert given == fitting and given["draft_tokens"] == (min(size, V),)
 

@@ -83,11 +83,11 @@ def test_an_appended_chain_leaves_the_sampled_part_as_it_is(make_base):
     sessions = [DraftModelSession(Runner(base), sampler=KeyedSampler(0.9)) for _ in range(2)]
     plain, drafter = DraftModel(sessions[0], 3), HorizontalCascade(sessions[1], MaxGram(), 3)
     seq = [5, 6, 7, 5, 6, 7]
-    for each in (plain, drafter):
-        each.begin(seq)
+    for proposer in (plain, drafter):
+        proposer.begin(seq)
     for seed in range(30):
         limits = Limits(9, draft_seed=seed)
         sampled, tree = plain.propose(seq, limits), drafter.propose(seq, limits)
         assert tree.tokens[:3] == sampled.tokens
-        assert [each.draws for each in tree.distributions] == [each.draws for each in sampled.distributions]
+        assert [drawn.draws for drawn in tree.distributions] == [drawn.draws for drawn in sampled.distributions]
         assert list(tree.parents) == list(range(-1, len(tree) - 1))

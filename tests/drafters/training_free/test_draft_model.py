@@ -23,10 +23,10 @@ class Pen(DraftSession):
     forwards, remembers, samples_drafts = 0, False, False
 
     def __init__(self, distributions=False):
-        self.asked, self.distributions = [], distributions
+        self.calls, self.distributions = [], distributions
 
     def write(self, seq, num_tokens, eos=NO_EOS, threshold=0.0, draft_seed=0):
-        self.asked.append((list(seq), num_tokens, eos, threshold))
+        self.calls.append((list(seq), num_tokens, eos, threshold))
         tokens = list(range(1, num_tokens + 1))
         return DraftedTokens(
             tokens, [torch.full((9,), 1 / 9 + token) for token in tokens] if self.distributions else []
@@ -41,7 +41,7 @@ def prompt_of(length, vocab=12):
 def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
     check_tree(tree, 9)
-    draws = [(each.parent, each.draws, each.replacement) for each in tree.distributions]
+    draws = [(drawn.parent, drawn.draws, drawn.replacement) for drawn in tree.distributions]
     assert draws == [(-1, (0,), True), (0, (1,), True), (1, (2,), True)]
     assert [round(distribution.probs[0].item() - 1 / 9) for distribution in tree.distributions] == [1, 2, 3]
     assert DraftModel(Pen(), num_draft=3).propose([8], FAR).distributions == ()
@@ -76,7 +76,7 @@ def test_the_text_is_lossless_step_by_step(pseudo_runner, which, length):
                 room = min(num_draft, end - len(seq) - 1)
                 draft = draft_model.greedy(seq, room, eos) if room else []
                 assert cost.fed_candidates == len(draft), "the draft is the text of the draft model alone"
-                agreeing = [ours == its for ours, its in zip(draft, emitted, strict=False)]
+                agreeing = [token == other for token, other in zip(draft, emitted, strict=False)]
                 assert cost.accepted == [*agreeing, False].index(False)
                 taken.add(cost.accepted)
                 seq += emitted

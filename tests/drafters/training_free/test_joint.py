@@ -8,7 +8,7 @@ import pytest
 from drafters import DraftTree
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.joint import RUNNERS_UP, Followers, FollowerTable, Joint, extended
+from drafters.training_free.joint import RUNNERS_UP, FollowerTable, FollowerWeights, Joint, extended
 from inference.indexes import count
 from inference.verifier.session import Session
 from tests.conftest import check_tree
@@ -32,7 +32,7 @@ def markov_text(rng, length, vocab=9, order=2, noise=0.2):
 def test_the_weight_of_a_follower_sums_its_occurrences_discounted_by_age(growth):
     rng = random.Random(1)
     seen = [rng.randrange(5) for _ in range(40)]
-    followers = Followers(seen[0])
+    followers = FollowerWeights(seen[0])
     for token in seen[1:]:
         followers.add(token, growth, max_tokens=9)
     for token in set(seen):
@@ -43,7 +43,7 @@ def test_the_weight_of_a_follower_sums_its_occurrences_discounted_by_age(growth)
 
 
 def test_weights_stay_finite_in_a_very_long_text():
-    followers = Followers(0)
+    followers = FollowerWeights(0)
     for index in range(20_000):
         followers.add(index % 3, 1.5, max_tokens=8)
     assert 0 < followers.total < 1e101
@@ -51,7 +51,7 @@ def test_weights_stay_finite_in_a_very_long_text():
 
 
 def test_of_too_many_followers_the_lightest_is_dropped():
-    followers = Followers(0)
+    followers = FollowerWeights(0)
     for token in (1, 1, 2, 0, 3):
         followers.add(token, 1.0, max_tokens=3)
     assert set(followers.weights) in ({0, 1, 2}, {0, 1, 3})
@@ -73,7 +73,7 @@ class SlowJoint:
 
     def __init__(self, order, growth):
         self.order, self.growth = order, growth
-        self.past, self.text, self.asked = [], [], {}
+        self.past, self.text, self.counts_by_bucket = [], [], {}
 
     def sources(self, context):
         for width in range(min(self.order, len(context)), 0, -1):
@@ -88,7 +88,7 @@ class SlowJoint:
 
     def learn(self, token):
         for bucket, weights in self.sources(self.text):
-            counts = self.asked.setdefault(bucket, [2, 1])
+            counts = self.counts_by_bucket.setdefault(bucket, [2, 1])
             counts[0] += 1
             if token in weights:
                 counts[1] += 1
@@ -98,7 +98,7 @@ class SlowJoint:
     def following(self, context):
         left, probabilities = 1.0, {}
         for bucket, weights in self.sources(context):
-            counts = self.asked.get(bucket, [2, 1])
+            counts = self.counts_by_bucket.get(bucket, [2, 1])
             share = left * counts[1] / counts[0]
             fresh = {token: weight for token, weight in weights.items() if token not in probabilities}
             if fresh:

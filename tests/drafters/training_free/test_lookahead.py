@@ -123,7 +123,7 @@ def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arg
             drafter._read(session.seq)
             assert emitted == literal.step(end, eos)
             assert drafter._levels == [level for level in literal.win if level is not None]
-            assert held(drafter.pool, 8) == held(literal.pool, 8)
+            assert held(drafter._pool, 8) == held(literal.pool, 8)
             assert len(emitted) <= drafter.level - drafter.drop_last
             gained += cost.accepted
     assert gained or drafter.window == 1
@@ -151,12 +151,12 @@ def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit
     drafter.begin([5, 6])
     drafter.propose([5, 6], FAR)
     drafter._levels = before = [[1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
-    drafter.pool.insert(6, (20, 21, 22))
+    drafter._pool.insert(6, (20, 21, 22))
     tree = drafter.propose([5, 6], Limits(100, **limit))
     assert (tree.tokens, tree.num_scratch) == ([20, 21, 22], 0)
     observe_step(drafter, tree, [1, 2, 3, 4], [1])
     assert drafter._levels == before
-    assert len(drafter.pool) == 1
+    assert len(drafter._pool) == 1
     tree = drafter.propose([5, 6], Limits(100, max_nodes=17, max_scratch_depth=6))
     assert tree.num_scratch == 14
     observe_step(drafter, tree, list(range(50, 50 + 18)), [50])
@@ -176,23 +176,23 @@ def test_with_few_nodes_the_newest_guesses_are_drafted():
     drafter.begin([5])
     drafter._levels = [[], [1]]
     for gram in ((1, 2), (3, 4), (1, 5)):
-        drafter.pool.insert(5, gram)
+        drafter._pool.insert(5, gram)
     assert drafter.propose([5], Limits(100, max_nodes=4)).tokens == [1, 5, 3, 4]
     assert drafter.propose([5], Limits(100, max_nodes=2)).tokens == [1, 5]
-    assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "shortened n-grams are not stored"
+    assert drafter._pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "shortened n-grams are not stored"
 
 
 def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pseudo_runner):
     shared = NgramPool(7)
     for drafter, survives in ((Lookahead(), False), (Lookahead(pool=shared), True)):
         Session(pseudo_runner(), drafter).run([1, 2, 3], 40)
-        held = len(drafter.pool)
+        held = len(drafter._pool)
         assert held
         drafter.begin([1, 2, 3])
-        assert len(drafter.pool) == (held if survives else 0)
+        assert len(drafter._pool) == (held if survives else 0)
         drafter.reset()
-        assert len(drafter.pool) == 0
-    assert drafter.pool is shared
+        assert len(drafter._pool) == 0
+    assert drafter._pool is shared
 
 
 def test_text_that_replaces_a_rejected_draft_is_read_too():
@@ -201,7 +201,7 @@ def test_text_that_replaces_a_rejected_draft_is_read_too():
     drafter.propose([1, 2, 3, 4, 5], FAR)
     drafter.rewind(3)
     drafter.propose([1, 2, 3, 6, 7], FAR)
-    assert [drafter.pool.newest(key) for key in (1, 2, 3)] == [[(2, 3)], [(3, 4), (3, 6)], [(4, 5), (6, 7)]]
+    assert [drafter._pool.newest(key) for key in (1, 2, 3)] == [[(2, 3)], [(3, 4), (3, 6)], [(4, 5), (6, 7)]]
 
 
 @pytest.mark.parametrize("pool_from_prompt", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from drafters.protocol import Limits
 from drafters.training_free.ngram import ANPD, PromptLookup
 from inference.chat import ChatSession
-from inference.evaluate.breakdowns import count_drafts
+from inference.evaluate.figures import count_drafts
 from inference.verifier.session import Session, acceptance_length
 
 FAR = Limits(max_depth=100)
@@ -81,16 +81,6 @@ def slow_prompt_lookup(seq, max_ngram, num_draft, max_length=10**9):
     return []
 
 
-def slow_original_prompt_lookup(seq, max_ngram, num_draft):
-    """find_candidate_pred_tokens of apoorvumang/prompt-lookup-decoding, for texts of any length."""
-    for n in range(min(max_ngram, len(seq)), 0, -1):
-        for i in range(len(seq) - n + 1):
-            start, end = i + n, i + n + num_draft
-            if seq[i:start] == seq[-n:] and end <= len(seq) and start < len(seq) - n:
-                return seq[start:end]
-    return []
-
-
 class Watched(list):
     """A text that counts reads of its tokens."""
 
@@ -110,7 +100,6 @@ EVERY = [
     ("anpd of order 2", lambda: ANPD(order=2, num_draft=3)),
     ("anpd without levels", lambda: ANPD(order=3, num_draft=6, multi_level=False)),
     ("prompt lookup", lambda: PromptLookup(3, 5)),
-    ("original prompt lookup", lambda: PromptLookup(2, 4, partial=False)),
 ]
 each_drafter = pytest.mark.parametrize("make", [make for _, make in EVERY], ids=[name for name, _ in EVERY])
 
@@ -204,31 +193,26 @@ def test_drafts_end_at_their_limits(drafter, depth):
     assert chain(drafter.propose(seq, Limits(max_depth=depth))) == (seq + seq)[: min(depth, 7)]
 
 
-@pytest.mark.parametrize(
-    ("partial", "rule"), [(True, slow_prompt_lookup), (False, slow_original_prompt_lookup)], ids=["partial", "full"]
-)
 @pytest.mark.parametrize(("max_ngram", "num_draft"), [(1, 3), (2, 10), (3, 10), (4, 2)])
 @pytest.mark.parametrize("seed", range(5))
-def test_prompt_lookup_copies_what_followed_the_leftmost_match(partial, rule, max_ngram, num_draft, seed):
+def test_prompt_lookup_copies_what_followed_the_leftmost_match(max_ngram, num_draft, seed):
     rng = random.Random(seed)
-    drafter = PromptLookup(max_ngram, num_draft, partial)
+    drafter = PromptLookup(max_ngram, num_draft)
     for _ in range(2):
         seq = words(rng, rng.choice([1, 2, 3, 20]), vocab=5)
         drafter.begin(seq)
         for _ in range(25):
             depth = rng.choice([1, 2, 100])
-            expected = rule(seq, max_ngram, num_draft)[:depth]
+            expected = slow_prompt_lookup(seq, max_ngram, num_draft)[:depth]
             assert chain(drafter.propose(seq, Limits(depth))) == expected
             seq = seq + words(rng, rng.randrange(1, 5), vocab=5)
 
 
-@pytest.mark.parametrize(("after", "partial", "full"), [(9, [5], [5, 9]), (5, [5, 5, 6], [5, 5, 6])])
-def test_prompt_lookup_stops_before_an_end_token_and_the_original_after_it(after, partial, full):
-    seq = [1, 5, after, 6, 7, 8, 1]
-    for rule, expected in ((True, partial), (False, full)):
-        drafter = PromptLookup(max_ngram=3, num_draft=3, partial=rule)
-        drafter.begin(seq)
-        assert chain(drafter.propose(seq, Limits(100, eos=frozenset({9})))) == expected
+@pytest.mark.parametrize(("after", "expected"), [(9, [5]), (5, [5, 5, 6])])
+def test_prompt_lookup_stops_before_an_end_token(after, expected):
+    seq, drafter = [1, 5, after, 6, 7, 8, 1], PromptLookup(max_ngram=3, num_draft=3)
+    drafter.begin(seq)
+    assert chain(drafter.propose(seq, Limits(100, eos=frozenset({9})))) == expected
 
 
 @pytest.mark.parametrize("eos", [None, 3])

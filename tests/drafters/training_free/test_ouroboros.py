@@ -28,7 +28,7 @@ def until_eos(tokens, eos):
 
 
 def matching(left, right):
-    return [*(ours == its for ours, its in zip(left, right, strict=False)), False].index(False)
+    return [*(token == other for token, other in zip(left, right, strict=False)), False].index(False)
 
 
 def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, lengthen=True, verify=True, drop=False):
@@ -42,7 +42,7 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
         if accepted < len(draft):  # the tail is discarded; the part that the base agrees with is learned
             emitted = v[: accepted + 1]
             tail = draft[accepted:]
-            matches = [ours == its for ours, its in zip(tail, v[accepted:], strict=False)]
+            matches = [token == other for token, other in zip(tail, v[accepted:], strict=False)]
             for a in range(len(tail) if verify else 0):
                 segment = tail[a : a + [*matches[a : a + level], False].index(False)]
                 if len(segment) > 1:

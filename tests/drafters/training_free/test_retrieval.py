@@ -158,34 +158,3 @@ def test_a_context_that_the_datastore_lacks_gives_no_draft():
         assert len(drafter.propose(seq, FAR)) == 0
     assert paths_of(drafter.propose([WIDE, 1, 2], FAR)) == []
     assert paths_of(REST(drafter.store, longest=2).propose([WIDE, 1, 2], FAR)) == [(3,), (3, 4)]
-
-
-def literal_cut(prefixes, choices):
-    """The rule of the paper's code (cut_to_choices, get_draft_choices); ties keep the given order."""
-    count = [(len(set(prefix)), place) for place, prefix in enumerate(prefixes)]
-    count.sort(key=lambda pair: pair[0], reverse=True)
-    total = sum(size for size, _ in count)
-    removed = []
-    for size, place in count:
-        if total > choices:
-            total -= size
-            removed.append(place)
-        else:
-            break
-    left = [prefix for place, prefix in enumerate(prefixes) if place not in removed]
-    return {prefix[:end] for prefix in left for end in range(1, len(prefix) + 1)}
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("choices", [1, 8, 64])
-def test_the_official_cut_equals_that_of_the_papers_code(seed, choices):
-    documents = documents_of(seed, vocab=3)
-    store = SuffixArray.build(documents)
-    exact, cut = (REST(store, choices, shortest=1, official_cut=official) for official in (False, True))
-    smaller = 0
-    for document in filter(None, documents):
-        whole, tree = exact.propose(document, FAR), cut.propose(document, FAR)
-        assert set(paths_of(tree)) == literal_cut(sorted(paths_of(whole), key=lambda path: (-len(path), path)), choices)
-        check_tree(tree, 3)
-        smaller += len(tree) < len(whole)
-    assert choices == 1 or smaller

@@ -16,7 +16,7 @@ class Counting:
     forwards, remembers, samples_drafts = 0, False, False
 
     def __init__(self):
-        self.asked, self.begun = [], []
+        self.calls, self.begun = [], []
 
     def begin(self, prompt):
         self.begun.append(list(prompt))
@@ -25,7 +25,7 @@ class Counting:
         pass
 
     def write(self, seq, num_tokens, eos=frozenset(), threshold=0.0, draft_seed=0):
-        self.asked.append((list(seq), num_tokens, eos, threshold))
+        self.calls.append((list(seq), num_tokens, eos, threshold))
         return DraftedTokens(list(range(10, 10 + num_tokens)), [])
 
 
@@ -55,7 +55,7 @@ def thresholds(drafter, steps):
     for drafted, accepted in steps:
         drafter.propose([1], LIMITS)
         drafter.observe(step(drafted, accepted))
-    return [asked[-1] for asked in drafter.inner.asked]
+    return [call[-1] for call in drafter.inner.calls]
 
 
 def random_steps(seed, most, good):

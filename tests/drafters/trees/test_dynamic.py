@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters.tree import ROOT
-from drafters.trees import dynamic, static
+from drafters.trees import dynamic
 from drafters.trees.search import SearchLimits
 from tests.conftest import check_tree
 from tests.drafters.conftest import paths_of
@@ -78,20 +78,6 @@ def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
         expected = sorted(nodes, key=lambda path: -walk.probability(root, path))[:count]
         check_tree(tree, V)
         assert paths_of(tree) == expected
-
-
-@pytest.mark.parametrize("num_nodes", [1, 8])
-def test_a_static_tree_has_the_token_of_each_rank_after_its_own_parent(num_nodes):
-    ranks = [(3,), (1,), (3, 2), (1, 0), (3, 0), (3, 0, 3), (1, 0, 1), (3, 0, 3, 2)][:num_nodes]
-    trees = static.grow((walk := Walk(3)).first(), walk.step, ranks)
-    assert walk.num_steps == max(map(len, ranks)) - 1
-    for root, tree in enumerate(trees):
-        tokens = {(): ()}
-        for path in ranks:
-            above = tokens[path[:-1]]
-            tokens[path] = (*above, walk.logits(root, above).argsort(descending=True)[path[-1]].item())
-        check_tree(tree, V)
-        assert [(), *paths_of(tree)] == list(tokens.values())
 
 
 def test_a_parent_comes_before_a_child_of_probability_one():

@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters.ctc.trees import FrameDistributions, spell
+from drafters.ctc.trees import prefix_distributions
 from drafters.trees.search import Bias, Candidates, SearchLimits, search
 from tests.conftest import check_tree
 
 TOKENS = np.array([11, 12, 13])
 CTC = pytest.param("ctc", id="ctc")
-SELFLESS = pytest.param("selfless", id="selfless")
 PLAIN = pytest.param("plain", id="plain")
 OWN = pytest.param("own", id="plain, own candidates in each frame")
 
@@ -24,7 +23,7 @@ class Draft:
 
     Args:
         literal_texts: The literal texts of CTC frames.
-        kind: CTC frames, without merging (selfless), or frames that show one token each (plain).
+        kind: CTC frames, or frames that show one token each (plain).
         shape: Frames and candidate tokens.
         biased: Whether there is a bias between neighbouring tokens.
         held: The candidates' share of each frame's probability.
@@ -32,7 +31,7 @@ class Draft:
 
     def __init__(self, literal_texts, kind, shape=(5, 3), biased=False, seed=0, held=1.0):
         (num_frames, num_tokens), rng = shape, np.random.default_rng(seed)
-        self.kind, is_ctc = kind, kind in ("ctc", "selfless")
+        is_ctc = kind == "ctc"
         symbols = np.exp(rng.normal(size=(num_frames, num_tokens + is_ctc)) * 1.5)
         symbols /= symbols.sum(1, keepdims=True) / held
         tokens = np.stack([rng.permutation(9)[:num_tokens] for _ in symbols]) if kind == "own" else TOKENS[:num_tokens]
@@ -45,7 +44,7 @@ class Draft:
         blank = symbols[None, :, -1] if is_ctc else None
         self.candidates = Candidates(tokens[None], symbols[None, :, :num_tokens], blank, bias)
         if is_ctc:
-            texts = literal_texts(torch.from_numpy(table), num_tokens, kind == "ctc").every()
+            texts = literal_texts(torch.from_numpy(table), num_tokens).every()
             self.every = {tuple(int(tokens[c]) for c in text): p for text, p in texts.items() if text and p > 0}
         else:
             self.every, rows = {}, np.broadcast_to(tokens, (num_frames, num_tokens))
@@ -56,7 +55,7 @@ class Draft:
                     self.every[tuple(int(rows[t, c]) for t, c in enumerate(path))] = float(probability)
 
     def search(self, *limits, **more):
-        tree = search(self.candidates, SearchLimits(*limits, **more), self.kind == "ctc")[0]
+        tree = search(self.candidates, SearchLimits(*limits, **more))[0]
         check_tree(tree, 100)
         assert (np.diff(tree.probabilities) <= 0).all()
         paths = {tuple(tree.path_tokens(node)): p for node, p in enumerate(tree.probabilities)}
@@ -69,7 +68,7 @@ class Draft:
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kind", [CTC, SELFLESS, PLAIN, OWN])
+@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3), (6, 2)])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_tree_has_the_most_probable_paths(literal_texts, kind, shape, biased, seed):
@@ -98,7 +97,7 @@ def test_limits_leave_out_what_is_beyond_them(literal_texts, kind):
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kind", [CTC, SELFLESS, PLAIN, OWN])
+@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_chain_continues_with_the_most_probable_child(literal_texts, kind, biased, seed):
     draft, path, chain = Draft(literal_texts, kind, (5, 3), biased and kind != "own", seed), (), {}
@@ -160,20 +159,19 @@ def test_no_frames_or_no_candidates_give_no_tree(num_frames, num_tokens, has_bla
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("merges", [True, False])
-def test_a_large_search_has_the_probabilities_of_the_reference_and_misses_nothing_more_probable(merges, seed):
+def test_a_large_search_has_the_probabilities_of_the_reference_and_misses_nothing_more_probable(seed):
     generator = torch.Generator().manual_seed(seed)
     logits, table = (3 * torch.randn(n, 41, generator=generator, dtype=torch.float64) for n in (12, 41))
     frames, factors = logits.softmax(-1), table.softmax(-1)
     bias = Bias(factors[None].numpy(), 1 / (factors @ frames.T)[None].numpy())
     candidates = Candidates(np.arange(40)[None], frames[None, :, :-1].numpy(), frames[None, :, -1].numpy(), bias)
-    (tree,) = search(candidates, SearchLimits(64, 12), merges)
+    (tree,) = search(candidates, SearchLimits(64, 12))
     paths = [(), *(tuple(tree.path_tokens(node)) for node in range(64))]
     tokens = torch.tensor([path[-1] if path else 40 for path in paths])  # row 40 of the table is the root's
     parents = torch.tensor([-1, *(parent + 1 for parent in tree.parents)])
-    texts = spell(FrameDistributions(logits, table[tokens]), tokens, parents, merges)
-    np.testing.assert_allclose(tree.probabilities, texts.prefix[1:].numpy(), rtol=1e-9)
-    children = texts.next_token_probs() * texts.prefix[:, None]
+    prefix, next_token = prefix_distributions(logits, tokens, parents, table[tokens])
+    np.testing.assert_allclose(tree.probabilities, prefix[1:].numpy(), rtol=1e-9)
+    children = next_token * prefix[:, None]
     for parent, token in zip(parents[1:], tokens[1:], strict=True):
         children[parent, token] = 0.0
     assert float(children.max()) <= tree.probabilities[-1]

@@ -1,15 +1,15 @@
 """Evaluations made of answers whose steps emit given numbers of tokens."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
 from inference.evaluate import results
-from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.metrics import summarise
-from inference.evaluate.plan import BenchmarkConditions, DrafterConditions, RunConditions
-from inference.evaluate.results import EvaluationResults, Run, RunRecord
+from inference.evaluate.answers import Answer, AnswerFiles, Turn
+from inference.evaluate.conditions import BenchmarkConditions, DrafterConditions, RunConditions, RunRecord
+from inference.evaluate.figures import summarise
+from inference.evaluate.results import EvaluationResults
 from inference.verifier.session import Step
 
 WORDS = ["The", " cat", " <script>alert(1)</script>", "\n sat", " & on", " a", " mat", ".", "</s>"]
@@ -19,7 +19,7 @@ CONDITIONS = RunConditions(
     base_fingerprint="",
     dtype="float32",
     engine="drafters",
-    devices=["cpu"],
+    device="cpu",
     machine="a machine",
     threads=1,
     versions={"torch": "2.13"},
@@ -63,9 +63,20 @@ def make_evaluation(answers, name="a", specs=None, cap=9, record=None, **changes
     drafters = {drafter: DrafterConditions((specs or {}).get(drafter, drafter)) for drafter in names}
     benchmarks = {benchmark: BenchmarkConditions("abc", cap) for benchmark in answers}
     changes = {"drafters": drafters, "benchmarks": benchmarks} | changes
-    run = Run(replace(CONDITIONS, **changes), record or RunRecord(date="2026-11-25", command=f"drafters eval <{name}>"))
-    summaries = {name: {each: summarise(of[each], of["none"]) for each in of} for name, of in answers.items()}
-    return EvaluationResults(name, {name: run}, summaries, answers)
+    record = record or RunRecord(date="2026-11-25", command=f"drafters eval <{name}>")
+    summaries = {name: {each: summarise([of[each]], [of["none"]]) for each in of} for name, of in answers.items()}
+    return EvaluationResults(replace(CONDITIONS, **changes), record, summaries, answers, name)
+
+
+def write_folder(folder, evaluation):
+    """Write what `drafters eval --out` writes of an evaluation, but for tables and the page."""
+    files = AnswerFiles(folder, asdict(evaluation.conditions), overwrite=True)
+    files.add_event({})
+    for benchmark, by_drafter in evaluation.answers.items():
+        for answer in (answer for answers in by_drafter.values() for answer in answers):
+            files.add(benchmark, answer)
+    files.finish()
+    results.write(folder, evaluation)
 
 
 @pytest.fixture
@@ -90,8 +101,7 @@ def make_folder(tmp_path, answers):
 
     def make_folder(name, drafters=("ctc", "ngram"), benchmark="mt_bench", **options):
         given = {benchmark: {each: answers[benchmark][each] for each in ("none", *drafters)}}
-        (tmp_path / name).mkdir()
-        results.write(tmp_path / name, make_evaluation(given, name, **options))
+        write_folder(tmp_path / name, make_evaluation(given, name, **options))
         return str(tmp_path / name)
 
     return make_folder

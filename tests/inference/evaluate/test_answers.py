@@ -8,8 +8,8 @@ import pytest
 from data.benchmarks import Question
 from data.templates import ReasoningMarks
 from inference.evaluate import answers as records
-from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.command import with_scores
+from inference.evaluate.answers import Answer, AnswerFiles, Turn, read_answers
+from inference.evaluate.run import with_scores
 from inference.prompts import BenchmarkPrompts
 from inference.verifier.session import Step
 
@@ -32,9 +32,16 @@ def test_answers_come_back_as_they_were_written(tmp_path):
     served = Turn("from a server", [3, 4], 4, [], 0.5, arrivals=[(0.1, 1), (0.5, 1)])
     turns = [replace(other.turns[0], cpu_seconds=[0.25]), served]
     other = replace(other, turns=turns, ended=[True, False])
-    path = tmp_path / "answers" / "ctc.jsonl"
-    records.write(path, [ANSWER, other])
-    assert records.read(path) == [ANSWER, other]
+    for folder in (tmp_path, None):
+        files = AnswerFiles(folder, {"base": "x"})
+        files.add_event({"start": 1})
+        for answer in (ANSWER, other, replace(ANSWER, repeat=1, load=0.5)):
+            files.add("b", answer)
+        assert files.answers("b", "ctc") == {(0, 81): ANSWER, (1, 81): replace(ANSWER, repeat=1, load=0.5)}
+        assert files.answers("b", "none") == {(0, 82): other}
+    found = {name: answers for name, _, answers in read_answers(tmp_path)}
+    again = AnswerFiles(tmp_path, {"base": "x"})
+    assert found == {"b": [other]} and again.all_answers() == files.all_answers() and again.events == [{"start": 1}]
 
 
 def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
@@ -74,12 +81,14 @@ def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
 )
 def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp_path, key, value):
     record = records.to_json(ANSWER)
-    (tmp_path / "ctc.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "answers" / "b").mkdir(parents=True)
+    path = tmp_path / "answers" / "b" / "ctc.jsonl"
+    path.write_text(json.dumps(record) + "\n")
     record["choices"][0][key] = value
-    with (tmp_path / "ctc.jsonl").open("a") as file:
+    with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
-    with pytest.raises(ValueError, match=r"ctc\.jsonl line 2: .*delete the line.*drafters eval"):
-        records.read(tmp_path / "ctc.jsonl")
+    with pytest.raises(ValueError, match=r"ctc\.jsonl line 2: .*; delete the file and start over"):
+        list(read_answers(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,10 @@ def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp
 )
 def test_what_follows_the_reasoning_of_the_first_turn_is_scored(make, text, is_open, percent):
     turns = [Turn(text, [7], 1, [PREFILL], 1.0), Turn("#### 9", [7], 1, [PREFILL], 1.0)]
-    found = make({"gsm8k": {"none": [Answer(0, "math", "none", turns, [True, True])]}})
-    asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(0, "math", ("?", "?"), "#### 5")])}
+    given = [Answer(number, "math", "none", turns, [number == 0, True]) for number in range(2)]
+    found = make({"gsm8k": {"none": given}})
+    asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(n, "math", ("?", "?"), "#### 5") for n in range(2)])}
     marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)
-    assert with_scores(found, asked, False, marks).summaries["gsm8k"]["none"].quality == {"exact match": percent}
+    scored = with_scores(found, asked, False, marks)
+    assert scored.summaries["gsm8k"]["none"].quality == {"exact match": percent}
+    assert scored.record.warnings == ["50 % of the scored answers of gsm8k were cut at 9 tokens"]

@@ -5,7 +5,7 @@ import pytest
 from data.templates import ReasoningMarks
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.breakdowns import acceptance_rates, count_drafts, length_ranges, reasoning
+from inference.evaluate.figures import acceptance_rates, count_drafts, length_ranges, reasoning
 from inference.evaluate.intervals import Estimate
 from inference.verifier.session import Step
 

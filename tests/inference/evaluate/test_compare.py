@@ -8,16 +8,16 @@ import pytest
 
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.compare import ERROR_RATE, compare, differing_conditions, unpaired
-from inference.evaluate.metrics import summarise
-from inference.evaluate.plan import BenchmarkConditions, DrafterConditions
-from inference.evaluate.results import EvaluationResults, Run, RunRecord
+from inference.evaluate.conditions import BenchmarkConditions, DrafterConditions, RunRecord
+from inference.evaluate.figures import summarise
+from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.verifier.session import Step
 from tests.inference.evaluate.conftest import CONDITIONS
 
 NUM_QUESTIONS, NUM_TOKENS, NUM_RUNS = 40, 120, 15
 DRAFTERS = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc=folder")}
-RUN = Run(replace(CONDITIONS, drafters=DRAFTERS, benchmarks={"mt_bench": BenchmarkConditions("abc", 64)}), RunRecord())
+RUN = replace(CONDITIONS, drafters=DRAFTERS, benchmarks={"mt_bench": BenchmarkConditions("abc", 64)})
 
 
 def answer(drafter, question_id, emitted, rng, speed=1.0):
@@ -49,10 +49,10 @@ def evaluation(name, emitted, rng, summary=None):
     """An evaluation of a drafter that emitted these numbers of tokens, question by question."""
     own = [answer("ctc", at, each, rng) for at, each in enumerate(emitted)]
     base = [answer("none", at, [1] * 8, rng) for at in range(len(emitted))]
-    summary = summary or summarise(own, base)
+    summary = summary or summarise([own], [base])
     summary = with_timing_error(summary, timing_error(MedianStepTimes([own]), MedianStepTimes([base])))
     summaries = {"mt_bench": {"none": replace(summary, drafter="none"), "ctc": summary}}
-    return EvaluationResults(name, {name: RUN}, summaries, {"mt_bench": {"none": base, "ctc": own}})
+    return EvaluationResults(RUN, RunRecord(), summaries, {"mt_bench": {"none": base, "ctc": own}}, name)
 
 
 def with_timing_error(summary, error):
@@ -61,8 +61,7 @@ def with_timing_error(summary, error):
 
 def changed(results, **changes):
     """The evaluation under other conditions."""
-    ((name, run),) = results.runs.items()
-    return replace(results, runs={name: replace(run, conditions=replace(run.conditions, **changes))})
+    return replace(results, conditions=replace(results.conditions, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +157,16 @@ def test_what_only_one_evaluation_has_is_named():
     old = evaluation("old", [[2, 2, 3]] * 12, np.random.default_rng(3))
     (of,), (answers,) = old.summaries.values(), old.answers.values()
     more = replace(old, summaries={"mt_bench": of, "gsm8k": of}, answers={"mt_bench": answers, "gsm8k": answers})
-    assert unpaired(more, old) == (["the benchmark gsm8k"], [])
-    assert unpaired(old, more) == ([], ["the benchmark gsm8k"])
+    assert (unpaired(more, old), unpaired(old, more)) == (["the benchmark gsm8k"], [])
     added = replace(old, summaries={"mt_bench": {**of, "eagle": replace(of["ctc"], drafter="eagle")}})
-    assert unpaired(added, old) == (["mt_bench: the drafter eagle"], [])
+    assert (unpaired(added, old), unpaired(old, added)) == (["mt_bench: the drafter eagle"], [])
     fewer = replace(old, answers={"mt_bench": {name: own[:2] for name, own in answers.items()}})
     lost = "mt_bench, ctc: 10 of 12 answers, to the questions 2, 3, 4, 5, 6, ..."
-    assert unpaired(old, fewer) == ([lost], []) and unpaired(fewer, old) == ([], [lost])
+    assert (unpaired(old, fewer), unpaired(fewer, old)) == ([lost], [])
     cut = [replace(each, turns=[replace(each.turns[0], steps=each.turns[0].steps[:1])]) for each in answers["ctc"]]
     ended = replace(old, answers={"mt_bench": {**answers, "ctc": cut}})
-    assert unpaired(old, ended)[0][0].startswith("mt_bench, ctc: 12 of 12 answers")
+    assert unpaired(old, ended)[0].startswith("mt_bench, ctc: 12 of 12 answers")
     summaries = {"mt_bench": {"none": of["none"], "new": of["ctc"]}}
     renamed = replace(old, summaries=summaries, answers={"mt_bench": {"none": answers["none"], "new": answers["ctc"]}})
-    assert unpaired(old, renamed) == ([], []), "the only drafters are compared whatever they are called"
+    said = "the only drafters are compared whatever they are called"
+    assert unpaired(old, renamed) == unpaired(renamed, old) == [], said

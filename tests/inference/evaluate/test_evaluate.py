@@ -12,23 +12,11 @@ from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.ngram import NgramPool
 from inference import drafter_specs
-from inference.evaluate import answers as answer_files
-from inference.evaluate import report
+from inference.evaluate import command, own_loop
 from inference.evaluate import results as folders
-from inference.evaluate import run as own_loop
-from inference.evaluate.answers import (
-    Answer,
-    Turn,
-    answer_question,
-    answer_questions,
-    comparable,
-    decoding_order,
-    to_json,
-)
-from inference.evaluate.command import evaluate
-from inference.evaluate.plan import EvaluationOptions, make_plan
-from inference.evaluate.run import CollectedAnswers, collect, repeats_to_decode
-from inference.journal import Journal
+from inference.evaluate.answers import Answer, AnswerFiles, Turn, comparable
+from inference.evaluate.options import EvaluationOptions
+from inference.evaluate.own_loop import answer_question, answer_questions, decoding_order
 from inference.prompts import QuestionOptions
 from inference.runs import fingerprint
 from inference.verifier.base import load_base, load_base_info
@@ -64,7 +52,8 @@ def run(asked):
     def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
         arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
         arguments |= {"benchmark": [f"mt_bench={asked / 'questions.jsonl'}"]}
-        evaluate(**grouped(evaluate, arguments | {"base": str(asked / "base"), "drafter": list(specs)} | changes))
+        arguments |= {"base": str(asked / "base"), "drafter": list(specs)} | changes
+        command.evaluate(**grouped(command.evaluate, arguments))
         return out
 
     return run
@@ -92,7 +81,7 @@ def results(folder):
 def texts(folder):
     """Return the tokens and counts of all answers."""
     found = {}
-    for path in sorted((folder / "answers").rglob("*.jsonl")):
+    for path in sorted((folder / "answers").glob("*/*.jsonl")):
         for line in path.read_text().splitlines():
             (choice,) = json.loads(line)["choices"]
             steps = [[step[:6] for step in turn] for turn in choice["steps"]]
@@ -101,52 +90,57 @@ def texts(folder):
 
 
 @pytest.fixture(scope="module")
-def plan(asked):
-    """The plan of the same run."""
+def make_loop(asked):
+    """Make the loop of the same run, with other options."""
     selection = QuestionOptions([f"mt_bench={asked / 'questions.jsonl'}"], max_new_tokens=14)
     model = ModelOptions(str(asked / "base"), device="cpu")
     prompts = selection.select(load_base_info(model.base), selection.load())
-    options = EvaluationOptions([*FORGETFUL, *REMEMBERING], repeats=2)
-    return make_plan(model, selection, prompts, SamplingOptions(), options)
 
+    def make_loop(specs=(*FORGETFUL, *REMEMBERING), repeats=2, questions=None):
+        options = EvaluationOptions(list(specs), repeats=repeats)
+        loop = own_loop.OwnLoop(model, selection, prompts, SamplingOptions(), options)
+        loop.questions = questions or loop.questions
+        return loop
 
-def with_conditions(plan, **changes):
-    return replace(plan, conditions=replace(plan.conditions, **changes))
-
-
-def only(plan, names):
-    return with_conditions(plan, drafters={name: plan.conditions.drafters[name] for name in names})
+    return make_loop
 
 
 @pytest.mark.slow
-def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, tmp_path):
-    content = (whole / "journal" / "1.jsonl").read_bytes()
-    first = content.index(b"\n") + 1
+def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(make_loop, whole, tmp_path):
+    loop = make_loop()
+    lines = {path: path.read_bytes() for path in (whole / "answers").rglob("*.jsonl")}
     for share in (0.0, 0.31, 0.62, 0.9, 1.0):
-        journal = tmp_path / f"{share}.jsonl"
-        journal.write_bytes(content[: first + int(share * (len(content) - first))])
-        told = list(own_loop.run(plan, journal, repeats_to_decode(journal, plan)))
-        found = collect(journal, plan)
-        assert len(told) == 2 * 5 * 6 and any(told) == (share < 1)
-        assert found.num_starts == 1 + (0 < share < 1)
-        for drafter, summary in found.summaries()["mt_bench"].items():
+        for path, content in lines.items():
+            copy = tmp_path / str(share) / path.relative_to(whole)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content if path.name == "run.jsonl" else content[: int(share * len(content))])
+        files = AnswerFiles(tmp_path / str(share), asdict(loop.conditions))
+        num_kept = len(files.all_answers())
+        assert (num_kept == 0) == (share == 0) and loop.run(files) == 2 * 5 * 6 - num_kept
+        files.finish()
+        summaries, answers, record = loop.results(AnswerFiles(tmp_path / str(share), asdict(loop.conditions)))
+        assert record.starts == 1 + (share < 1)
+        for drafter, summary in summaries["mt_bench"].items():
             assert json.loads(json.dumps(unmeasured(asdict(summary)))) == results(whole)[drafter]
-        assert [comparable(answer) for answer in found.median_answers()["mt_bench"]["joint"]] == [
-            comparable(answer) for answer in answer_files.read(whole / "answers" / "mt_bench" / "joint.jsonl")
-        ]
+        assert texts(tmp_path / str(share)) == texts(whole)
+        assert list(map(comparable, answers["mt_bench"]["joint"])) == list(
+            map(comparable, folders.read(whole).answers["mt_bench"]["joint"])
+        )
 
 
-def test_answers_are_those_of_a_session_with_the_same_sampling(run, asked, tmp_path):
+def test_texts_are_drawn_as_the_options_say(run, asked, tmp_path):
     sampling = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 3}
     run(tmp_path, specs=["joint"], repeats=1, **sampling)
-    results = folders.read(tmp_path)
-    assert results.cap("mt_bench") == 14 and results.conditions.base_fingerprint == fingerprint(asked / "base")
+    found = folders.read(tmp_path)
+    assert found.conditions.same()["decoding"] == "temperature 0.8, top_k 12, top_p 0.9, seed 3"
+    assert found.conditions.caps == {"mt_bench": 14}
+    assert found.conditions.base_fingerprint == fingerprint(asked / "base")
     base = load_base(str(asked / "base"))
     question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
     for name in ("none", "joint"):
-        session = drafter_specs.make_session(name, Runner(base), KeyedSampler(**sampling))
+        session = Session(Runner(base), drafter_specs.make(name, Runner(base)), KeyedSampler(**sampling))
         expected = answer_question(session, name, question, base, "tokenizer", 14)
-        assert comparable(results.answers["mt_bench"][name][0]) == comparable(expected)
+        assert comparable(found.answers["mt_bench"][name][0]) == comparable(expected)
 
 
 @pytest.mark.slow
@@ -162,7 +156,7 @@ def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_overwrite_starts_over(run, whole, tmp_path):
-    journal = tmp_path / "old" / "journal" / "1.jsonl"
+    journal = tmp_path / "old" / "answers" / "run.jsonl"
     shutil.copytree(whole, tmp_path / "old")
     for name in ("answers", "plots", "report.html", "results.csv"):
         (tmp_path / f"has {name}" / name).mkdir(parents=True)
@@ -172,8 +166,8 @@ def test_overwrite_starts_over(run, whole, tmp_path):
     run(tmp_path / "old", ["anpd"], repeats=1, limit=2, overwrite=True)
     settings = before.partition(b"\n")[0]
     assert not journal.read_bytes().startswith(settings)
-    assert journal.read_bytes().count(b'"answer"') == 4
-    assert sorted(path.stem for path in (tmp_path / "old" / "answers").rglob("*.jsonl")) == ["anpd", "none"]
+    lines = {path.stem: path.read_bytes().count(b"\n") for path in (tmp_path / "old" / "answers").rglob("*.jsonl")}
+    assert lines == {"anpd": 2, "none": 2, "run": 2} and not (tmp_path / "old" / "answers.old").exists()
 
 
 @pytest.mark.slow
@@ -286,28 +280,33 @@ def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(ma
         "none": Session(Runner(base), drafters.NoDrafter()),
         "joint": Session(Runner(base), drafters.Joint()),
     }
-    questions = dict(enumerate(QUESTIONS))
-    whole = dict(answer_questions(base, sessions, questions, "tokenizer", 12))
+
+    def decode(done):
+        answers = answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done)
+        return {(answer.question_id, answer.drafter): answer for answer in answers}
+
+    whole = decode({})
     assert list(whole) == decoding_order(["none", "joint"], range(4))
     done = {place: whole[place] for place in list(whole)[:5]}
-    again = dict(answer_questions(base, sessions, questions, "tokenizer", 12, done))
+    again = decode(done)
     assert {at: comparable(each) for at, each in again.items()} == {at: comparable(whole[at]) for at in list(whole)[5:]}
     done[0, "joint"] = replace(done[0, "joint"], turns=done[1, "joint"].turns)
     with pytest.warns(UserWarning, match="joint decodes question 0 differently than before the interruption"):
-        list(answer_questions(base, sessions, questions, "tokenizer", 12, done))
+        decode(done)
 
 
 @pytest.mark.slow
 def test_memory_over_several_benchmarks_survives_an_interruption_in_any_of_them(run, asked, tmp_path):
-    file, names, journal = asked / "questions.jsonl", ["joint", "self_draft", "anpd"], tmp_path / "journal" / "1.jsonl"
+    file, names = asked / "questions.jsonl", ["joint", "self_draft", "anpd"]
     options = {"benchmark": [f"file={file}", f"mt_bench={file}"], "max_new_tokens": 16, "repeats": 1, "reset": False}
     base, questions = load_base(str(asked / "base")), benchmarks.load_questions("mt_bench", str(file))
     expected = {name: decoded(base, drafter_specs.make(name, Runner(base)), 2 * questions) for name in names}
     run(tmp_path, names, **options)
     assert "memory kept over file, mt_bench" in (tmp_path / "results.md").read_text()
-    lines = journal.read_bytes().splitlines(keepends=True)
-    for num_kept in (len(lines), 1, 9, 25, len(lines) - 2):
-        journal.write_bytes(b"".join(lines[:num_kept]))
+    lines = {path: path.read_bytes().splitlines(keepends=True) for path in (tmp_path / "answers").glob("*/*.jsonl")}
+    for num_kept in (10, 0, 2, 7, 9):  # answers of each drafter, five to each benchmark
+        for path, answers in lines.items():
+            path.write_bytes(b"".join(answers[: max(0, num_kept - 5 * (path.parent.name == "mt_bench"))]))
         run(tmp_path, names, **options)
         found = folders.read(tmp_path).answers.values()
         assert {name: [comparable(each) for own in found for each in own[name]] for name in names} == expected
@@ -325,29 +324,29 @@ def test_drafters_take_turns_to_decode_first_and_repeats_start_with_another():
     assert decoding_order(["none", "a", "b"], range(1), repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
 
 
-def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(plan, asked, tmp_path):
+def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(make_loop, asked, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     cascade, own = f"cascade={tmp_path}:inner={tmp_path}+{asked / 'base'}", fingerprint(tmp_path)
-    options = EvaluationOptions(["anpd", f"ctc={tmp_path}", cascade])
-    made = make_plan(plan.model, QuestionOptions(), {}, SamplingOptions(), options).conditions
+    made = make_loop(["anpd", f"ctc={tmp_path}", cascade]).conditions
     assert made.base_fingerprint == fingerprint(asked / "base")
     prints = {name: drafter.fingerprint for name, drafter in made.drafters.items()}
     assert list(prints.values()) == ["", "", own, f"{own}+{own}+{made.base_fingerprint}"]
 
 
-def test_repeats_that_differ_are_reported(plan):
-    def given(tokens, seconds):
+def test_repeats_that_differ_are_reported(make_loop):
+    def given(repeat, tokens):
         step = Step(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
-        return Answer(7, "a", "none", [Turn("", tokens, 3, [step], seconds)], [False])
+        return Answer(0, "a", "none", [Turn("", tokens, 3, [step], repeat)], [False], repeat=repeat)
 
-    plan = replace(with_conditions(only(plan, ["none"]), repeats=3), questions={"b": QUESTIONS[:1]})
-    found = {("b", repeat): {(0, "none"): given([1, 2], repeat)} for repeat in range(3)}
-    assert CollectedAnswers(plan, found).warnings() == []
-    assert CollectedAnswers(plan, found).median_answers()["b"]["none"][0].seconds == 1
-    found["b", 2] = {(0, "none"): given([1, 3], 2)}
-    (line,) = CollectedAnswers(plan, found).warnings()
-    assert "none decodes 1 questions of b differently" in line and "question 7 first" in line
+    loop, files = make_loop(["none"], 3, {"b": QUESTIONS[:1]}), AnswerFiles(None, {})
+    for repeat in range(3):
+        files.add("b", given(repeat, [1, 2]))
+    _, answers, record = loop.results(files)
+    assert record.warnings == [] and answers["b"]["none"][0].seconds == 1
+    files.add("b", given(2, [1, 3]))
+    (line,) = loop.results(files)[2].warnings
+    assert "none decodes 1 questions of b differently" in line and "question 0 first" in line
 
 
 @pytest.mark.slow
@@ -360,52 +359,46 @@ def test_by_default_tiny_chat_prompt_lookup_and_joint_decode_the_embedded_questi
         "embedded": ["none", "prompt_lookup", "joint"]
     }
     # Four tokens are too few steps for a timing error, so all repeats are made, and the results say so.
-    assert found.runs[tmp_path.name].run.repeats == {"embedded": 5}
+    assert found.record.repeats == {"embedded": 5}
     said = "on embedded are not yet within 5 % after 5 repeats: prompt_lookup unknown, joint"
-    assert said in " ".join(found.lines("warnings")) and said in (tmp_path / "report.html").read_text()
-    report.report([str(tmp_path)])  # the answers and results are read back
+    assert said in " ".join(found.record.warnings) and said in (tmp_path / "report.html").read_text()
+    command.report([str(tmp_path)])  # the answers and results are read back
 
 
 # ---- clocks on a shared machine
 
 
-def timed_answer(question, name, factor):
+def timed_answer(question, name, repeat, factor):
     """An answer whose steps take ``factor`` milliseconds each."""
     steps = [Step(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
-    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False])
+    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False], repeat=repeat)
 
 
-def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_reached(plan, tmp_path, monkeypatch):
+def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_reached(make_loop, monkeypatch):
     names = ["none", "anpd"]
-    plan = with_conditions(only(plan, names), repeats="auto")
-    plan = replace(plan, questions={"calm": QUESTIONS, "noisy": QUESTIONS})
+    loop = make_loop(["anpd"], "auto", {"calm": QUESTIONS, "noisy": QUESTIONS})
     monkeypatch.setattr(own_loop, "MAX_REPEATS", 3)
-    journal_file = tmp_path / "journal.jsonl"
+    files = AnswerFiles(None, {})
 
     def decode(repeat, benchmarks, spread):
-        with Journal(journal_file, asdict(plan.conditions)) as journal:
-            for name in benchmarks:
-                for place, drafter in decoding_order(names, range(len(QUESTIONS))):
-                    factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)
-                    answer = to_json(timed_answer(place, drafter, factor))
-                    journal.append(
-                        {"benchmark": name, "repeat": repeat, "place": place, "load": None, "answer": answer}
-                    )
+        for name in benchmarks:
+            for place, drafter in decoding_order(names, range(len(QUESTIONS))):
+                factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)
+                files.add(name, timed_answer(place, drafter, repeat, factor))
 
-    repeats = repeats_to_decode(journal_file, plan)
+    repeats = loop.repeats(files)
     assert next(repeats) == (0, ["calm", "noisy"])
     decode(0, ["calm", "noisy"], 1.0)
     assert next(repeats) == (1, ["noisy"]), "questions of the other one agree"
     decode(1, ["noisy"], 0.0)
     assert next(repeats) == (2, ["noisy"]), "a question's repeats differ"
-    line = collect(journal_file, plan).warnings()[-1]
+    line = loop.results(files)[2].warnings[-1]
     assert "the speed-ups on noisy are not yet within 5 % after 2 repeats" in line and "anpd ±" in line
     decode(2, ["noisy"], 0.0)
     assert list(repeats) == [], "that was the last one"
-    found = collect(journal_file, plan)
-    assert [found.num_repeats(name) for name in plan.questions] == [1, 3]
-    assert found.summaries()["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
+    summaries, _, record = loop.results(files)
+    assert record.repeats == {"calm": 1, "noisy": 3}
+    assert summaries["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
     # Continued with the same answers, it asks for the same repeats.
-    assert list(repeats_to_decode(journal_file, plan)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
-    twice = list(repeats_to_decode(journal_file, with_conditions(plan, repeats=2)))
-    assert twice == [(at, ["calm", "noisy"]) for at in range(2)]
+    assert list(loop.repeats(files)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
+    assert list(make_loop(["anpd"], 2, loop.questions).repeats(files)) == [(at, ["calm", "noisy"]) for at in range(2)]

@@ -19,11 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from inference.evaluate import page as pages
 from inference.evaluate import plots, tables
 from inference.evaluate.answers import Turn
+from inference.evaluate.command import report
+from inference.evaluate.conditions import DrafterConditions, RunRecord
 from inference.evaluate.intervals import Estimate
-from inference.evaluate.plan import DrafterConditions
-from inference.evaluate.report import report, write_tables
-from inference.evaluate.results import RunRecord, read
+from inference.evaluate.report import write_tables
+from inference.evaluate.results import read
 from inference.verifier.session import Step
+from tests.inference.evaluate.conftest import write_folder
 
 BROWSER = shutil.which("chromium")
 HOSTILE = "</script><img src=x onerror=alert(1)>'\"&\u202e\x1b[2J\x9b|\ry"
@@ -75,7 +77,7 @@ def with_speed(summary, value=None, interval=None, **changes):
 
 @pytest.fixture
 def no_plots(monkeypatch):
-    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
+    monkeypatch.setattr(plots, "draw_all", lambda summaries, colours: {})  # to draw them takes longest
 
 
 # ---- one evaluation
@@ -157,15 +159,10 @@ def test_the_terminal_tables_fit_and_mark_drafters_that_are_not_lossless(evaluat
     assert "question 3, turn 1, after 3 equal tokens" in " ".join(text.split())
 
 
-def test_scores_are_shown_and_answers_cut_at_the_length_cap_are_counted(make, answers, tmp_path, no_plots):
-    scored = answers["gsm8k"]
-    scored["ctc"][:3] = [replace(own, ended=[False, True]) for own in scored["ctc"][:3]]
-    found = make({"gsm8k": scored})
+def test_scores_are_shown(make, answers):
+    found = make({"gsm8k": answers["gsm8k"]})
     graded = {name: replace(s, quality={"exact match": 12.5}) for name, s in found.summaries["gsm8k"].items()}
     found = replace(found, summaries={"gsm8k": graded})
-    html = written(tmp_path, found)
-    assert html.count("25 % of the scored answers were cut at the length cap of 9 tokens and scored as they were.") == 1
-    assert html.count("<small>5 of 8</small>") == 1
     assert "Task quality, %:\n\n| drafter | exact match |\n| --- | ---: |\n| none | 12.50 |" in tables.markdown(found)
     assert re.search(r"Task quality, %\n.*\n.*\n.*\nnone +12\.50", shown(found))
 
@@ -196,7 +193,7 @@ def test_the_headline_names_the_fastest_drafter_differing_text_or_a_base_alone(e
 def parts(make, answers, words):
     """Three evaluations under different conditions, with hostile names."""
     given = {"mt_bench": answers["mt_bench"]}
-    drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}
+    drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc")}
     lossy = {"mt_bench": {name: own for name, own in answers["mt_bench"].items() if name != "ngram"}}
     return [
         make(given, "a"),
@@ -209,6 +206,7 @@ def test_the_page_of_several_evaluations_has_a_part_for_each_and_escapes_every_t
     html = written(tmp_path, *parts)
     page = Page(html)
     assert all(link.startswith("#part-") for link in page.links()) and "img" not in dict(page.tags)
+    assert "<td><span>a: ctc</span></td>" in html, "in the table of all drafters"
     assert [tag for tag, _ in page.tags].count("script") == 1
     assert not any(mark in html for mark in ("\x1b", "\x9b", "\u202e", "\r"))
     assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2", "part-3"}
@@ -267,8 +265,8 @@ def test_tables_hold_hostile_names_as_text(tmp_path):
     latex = tables.Table(hostile, ["name", hostile], [row]).latex()
     escaped = r"a\_b 50\% \textbackslash input\{x\} \$y\$ \#\textasciitilde \textasciicircum \&␛"
     assert f"{escaped} & 1.0" in latex and f"name & {escaped}" in latex
-    caption = r"a\_b 50\% \textbackslash{}input\{x\} \$y\$ \#\textasciitilde{}\textasciicircum{}\&␛"
-    assert rf"\caption{{{caption}}}" in latex and "\x1b" not in latex and r"\input" not in latex
+    comment, _, table = latex.partition("\n")
+    assert comment == "% a_b 50% \\input{x} $y$ #~^&␛" and "\x1b" not in latex and r"\input" not in table
     rows = [
         {"name": 'a,"b', "value": None, "x\n\x1b": text, "n": -1.5} for text in ("=1+1", " @f", "-x\x9b", "+1", "a=b")
     ]
@@ -281,8 +279,6 @@ def test_tables_hold_hostile_names_as_text(tmp_path):
 
 
 def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(make, answers, tmp_path, capsys):
-    from inference.evaluate import results
-
     def folder(name, emitted):
         own = {"none": [replace(answers["mt_bench"]["none"][0], question_id=at) for at in range(12)]}
         own["ctc"] = [
@@ -290,8 +286,7 @@ def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(mak
             for answer in own["none"]
         ]
         own["none"] = [replace(answer, turns=answer.turns[:1], ended=[True]) for answer in own["none"]]
-        (tmp_path / name).mkdir()
-        results.write(tmp_path / name, make({"mt_bench": own}, name))
+        write_folder(tmp_path / name, make({"mt_bench": own}, name))
         return str(tmp_path / name)
 
     def replaced(turn, emitted):

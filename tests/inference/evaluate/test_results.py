@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluate import answers as answer_files
-from inference.evaluate import results
-from inference.evaluate.plan import BenchmarkConditions, DrafterConditions
-from inference.evaluate.results import RunRecord, is_comparable, read, read_all
+from inference.evaluate import compare
+from inference.evaluate.answers import read_answers
+from inference.evaluate.conditions import BenchmarkConditions, RunRecord, describe
+from inference.evaluate.results import read, read_all
 from inference.timing import MachineLoad
 from inference.verifier.options import SamplingOptions
+from tests.inference.evaluate.conftest import write_folder
 
 
 def test_a_folder_is_read_back_as_it_was_written(tmp_path, make, answers):
     record = RunRecord(MachineLoad(2, 1, [0.5], 1.5), {"mt_bench": 2}, 2, True, ["left"], ["warned"], 4)
     sampling = SamplingOptions(temperature=0.7, seed=3)
     written = make(answers, tmp_path.name, record=record, sampling=sampling, repeats="auto")
-    results.write(tmp_path, written)
+    write_folder(tmp_path, written)
     assert read(tmp_path) == written
-    told = read(tmp_path).runs[tmp_path.name].describe()
+    told = describe(written.conditions, written.record)
     assert told["decoding"] == "temperature 0.7, top_k 0, top_p 1.0, seed 3"
     assert told["machine"] == "cores 2, threads 1, before [0.5], during 1.5"
     assert told["bit-identical"] == "yes (rows in multiples of 4)"
@@ -31,13 +32,13 @@ def test_drafters_whose_names_are_alike_have_files_of_their_own_and_old_files_go
     own = {"none": answers["mt_bench"]["none"]}
     names = ["a b", "a_b", "a:b"]
     own |= {name: [replace(answer, drafter=name) for answer in answers["mt_bench"]["ctc"]] for name in names}
-    stale, kept = (tmp_path / "answers" / "gsm8k" / name for name in ("ctc.jsonl", "mine.jsonl"))
-    results.write(tmp_path, make({"gsm8k": answers["gsm8k"]}))
-    kept.touch()
-    results.write(tmp_path, make({"mt_bench": own}))
-    files = (tmp_path / "answers" / "mt_bench").iterdir()
-    assert sorted(answer_files.read(file)[0].drafter for file in files) == sorted([*names, "none"])
-    assert not stale.exists() and kept.exists()
+    write_folder(tmp_path, make({"gsm8k": answers["gsm8k"]}))
+    (tmp_path / "answers" / "gsm8k" / "mine.jsonl").write_text("mine")
+    write_folder(tmp_path, make({"mt_bench": own}))
+    found = [(benchmark, answers[0].drafter) for benchmark, _, answers in read_answers(tmp_path)]
+    assert sorted(found) == sorted(("mt_bench", name) for name in [*names, "none"])
+    kept = [str(path.relative_to(tmp_path)) for path in (tmp_path / "answers.old").rglob("*") if path.is_file()]
+    assert kept == ["answers.old/gsm8k/mine.jsonl"], "somebody else's files are kept"
 
 
 SUMMARY = ("results", "mt_bench", 1)
@@ -78,58 +79,38 @@ def test_figures_that_no_evaluation_can_have_are_refused_by_name(make_folder, pa
     assert f"{path[-1]}" in str(error.value) or "answers cannot be identical" in str(error.value)
 
 
-def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(make_folder):
-    (merged,) = read_all([make_folder("a", ["ctc"]), make_folder("b", ["ctc", "ngram"])])
-    assert {name: summary.baseline for name, summary in merged.summaries["mt_bench"].items()} == {
-        "none": "none",
-        "ctc": "none",
-        "none (b)": "none (b)",
-        "ctc (b)": "none (b)",
-        "ngram": "none (b)",
-    }
-    assert [s.is_baseline for s in merged.summaries["mt_bench"].values()] == [True, False, True, False, False]
-    assert {own[0].drafter for own in merged.answers["mt_bench"].values()} == set(merged.summaries["mt_bench"])
-    assert list(merged.runs) == ["a", "b"]
+def test_folders_of_versions_with_several_devices_are_read(make_folder):
+    folder = Path(make_folder("a"))
+    content = json.loads((folder / "results.json").read_text())
+    content["conditions"]["devices"] = [content["conditions"].pop("device")]
+    (folder / "results.json").write_text(json.dumps(content))
+    assert read(folder).conditions == read(make_folder("b")).conditions
 
 
-def test_runs_of_a_server_are_merged_by_drafter_and_requests_at_once(make, answers):
-    def served(name, spec, levels):
-        own = make({"mt_bench": answers["mt_bench"]}, name, specs={"ctc": spec}, engine="vLLM 0")
-        by = own.summaries["mt_bench"]
-        every = [replace(by[drafter], concurrency=level) for drafter in ("none", "ctc") for level in levels]
-        return replace(own, summaries={"mt_bench": {each.name: each for each in every}}, answers={"mt_bench": {}})
-
-    merged = results.merge([served("a", "ctc=old", [1, 2]), served("b", "ctc=new", [2, 8])])
-    assert list(merged.summaries["mt_bench"]) == [
-        *("none @ 1", "none @ 2", "ctc=old @ 1", "ctc=old @ 2"),
-        *("none (b) @ 2", "none (b) @ 8", "ctc=new @ 2", "ctc=new @ 8"),
-    ]
+def test_several_folders_have_names_of_their_own(make_folder, tmp_path):
+    first = make_folder("a")
+    (tmp_path / "other").mkdir()
+    other = Path(first).rename(tmp_path / "other" / "a")
+    names = [results.name for results in read_all([make_folder("a"), str(other), make_folder("b")])]
+    assert names == [first, str(other), "b"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_mergeable"),
+    ("changes", "are_equal"),
     [
         ({}, True),
         ({"base": "large"}, False),
         ({"base_fingerprint": "b2"}, False),
         ({"base": "/home/me/tiny", "base_fingerprint": "a1"}, True),
         ({"sampling": SamplingOptions(0.5)}, False),
-        ({"devices": ["cuda:0"]}, False),
+        ({"device": "cuda"}, False),
         ({"forward": "packed"}, False),
         ({"versions": {"torch": "2.14"}}, True),
         ({"cap": 99}, False),
-        ({"benchmarks": {"mt_bench": BenchmarkConditions("def", 9)}}, False),
-        ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}}, False),
+        ({"benchmarks": {"mt_bench": BenchmarkConditions("abc", 8)}}, False),
     ],
 )
-def test_only_evaluations_under_equal_conditions_are_merged(make, answers, changes, is_mergeable):
+def test_conditions_that_differ_are_named(make, answers, changes, are_equal):
     given = {"mt_bench": answers["mt_bench"]}
     first = make(given, "a", **({"base_fingerprint": "a1"} if "base_fingerprint" in changes else {}))
-    assert is_comparable(make(given, "b", **changes), first) == is_mergeable
-
-
-def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folder, answers):
-    first = make_folder("a")
-    answers["mt_bench"] = {drafter: own[:3] for drafter, own in answers["mt_bench"].items()}
-    assert len(read_all([first, make_folder("b")])) == 2
-    assert len(read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, "another benchmark is not a conflict"
+    assert (compare.differing_conditions(make(given, "b", **changes), first) == []) == are_equal

@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from inference.evaluate import intervals
+from inference.evaluate import figures, intervals
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.metrics import summarise
 from inference.evaluate.step_times import MIN_STEPS, MedianStepTimes, median_costs, timing_error
 from inference.verifier.session import Step
 
 NUM_TOKENS = 240
+
+
+def summarise(answers, baseline):
+    """Compare answers of one repeat."""
+    return figures.summarise([answers], [baseline])
 
 
 def make_answers(name, fed_and_emitted, rng, num_questions=12, noise=0.03):
@@ -113,9 +117,10 @@ def test_time_in_which_the_thread_waited_for_a_core_does_not_count(both, rng):
 def test_every_repeat_counts(both, rng):
     ngram, none = both
     truth = summarise(ngram, none)
-    repeats = [(loaded(ngram, 0.9, rng), none), (ngram, none), (ngram, none)]
-    assert summarise(ngram, none, repeats).speed.speedup.value == pytest.approx(truth.speed.wall.value, rel=0.02)
-    assert summarise(repeats[0][0], none).speed.speedup.value < 0.5 * truth.speed.wall.value
+    slow = loaded(ngram, 0.9, rng)
+    repeated = figures.summarise([slow, ngram, ngram], [none] * 3)
+    assert repeated.speed.speedup.value == pytest.approx(truth.speed.wall.value, rel=0.02)
+    assert summarise(slow, none).speed.speedup.value < 0.5 * truth.speed.wall.value
 
 
 def test_rare_kinds_of_steps_share_the_median_of_their_neighbours():

@@ -13,9 +13,10 @@ from data.conversations import user_message
 from data.templates import ReasoningMarks
 from drafters import NoDrafter
 from inference.evaluate import plots
-from inference.evaluate.answers import answer_question
-from inference.evaluate.command import evaluate, marks_of
+from inference.evaluate.command import evaluate
+from inference.evaluate.own_loop import answer_question
 from inference.evaluate.results import read
+from inference.evaluate.run import marks_of
 from inference.prompts import QuestionOptions, encode_first_prompt, encode_question
 from inference.verifier.base import Base, load_base_info
 from inference.verifier.runner import Runner
@@ -95,7 +96,7 @@ def test_later_turns_see_the_marks_of_earlier_reasoning_where_they_are_special_t
 
 
 def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder, capsys, monkeypatch):
-    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
+    monkeypatch.setattr(plots, "draw_all", lambda summaries, colours: {})  # to draw them takes longest
     values = {"base": str(folder / "base"), "benchmark": [f"file={folder / 'questions.jsonl'}"]}
     values |= {"drafter": ["prompt_lookup"], "max_new_tokens": 24, "device": "cpu", "repeats": 1}
     evaluate(**grouped(evaluate, values | {"template": "tokenizer:thinking=on", "out": str(folder / "out")}))

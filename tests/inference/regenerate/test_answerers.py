@@ -4,6 +4,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from data.conversations import user_message
+from inference.openai_server import OpenAIServer
 from inference.regenerate import answerers
 from inference.regenerate.answerers import Request, ServerAnswerer, ServerReply
 
@@ -47,7 +48,7 @@ def test_the_key_is_sent_but_not_stored_and_an_invalid_one_not_quoted(chat_serve
     answerer.ask(Request([user_message("hi")], [], 3))
     headers = {name.lower(): value for name, value in chat_server.seen.pop()[1].items()}
     assert headers["authorization"] == "Bearer secret-1"
-    assert "secret-1" not in str(vars(answerer)) + str(vars(answerer._client))
+    assert "secret-1" not in str(vars(answerer.server)) + str(vars(answerer.server._client))
     monkeypatch.setenv("OPENAI_API_KEY", "secret-3\n")
     with pytest.raises(ValueError, match="OPENAI_API_KEY contains a line break") as error:
         ask(chat_server.url, "hi")
@@ -113,4 +114,6 @@ def test_what_no_file_may_hold_is_replaced(message, expected, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret-key")
     choices = [{"index": 0, "message": {"role": "assistant"} | message, "finish_reason": "stop"}]
     usage = {"prompt_tokens": 3, "completion_tokens": 4}
-    assert answerers._read_reply(ChatCompletion.construct(choices=choices, usage=usage)) == expected
+    completion = ChatCompletion.construct(choices=choices, usage=usage)
+    monkeypatch.setattr(OpenAIServer, "_create", lambda *request: completion)
+    assert ask("http://localhost:1", "hi") == expected

@@ -76,7 +76,6 @@ STATIC_TREE = [[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 0, 3]]
 LEARNED = {  # class, recipe, and options of the draft tree that change no weights
     "ctc": (drafters.CTC, CTC, {}),
     "ctc, paper tree": (drafters.CTC, CTC, {"tree": "paper"}),
-    "ctc, tree over frames": (drafters.CTC, CTC, {"tree": "frames"}),
     "ctc, chain": (drafters.CTC, CTC | {"causal": True}, {"tree": "chain"}),
     "ctc, bias between tokens": (drafters.CTC, CTC | {"markov_rank": 3}, {}),
     "ctc_deep": (drafters.CTC, CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1]}, {}),
@@ -88,15 +87,12 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "hydra++": (drafters.Hydra, HEADS | HYDRA_PLUS_PLUS, {}),
     "eagle": (drafters.EAGLE, EAGLE, {}),
     "eagle, chain": (drafters.EAGLE, EAGLE, {"tree": "chain"}),
-    "eagle, static": (drafters.EAGLE, EAGLE, {"tree": "static", "static": STATIC_TREE}),
     "eagle3": (drafters.EAGLE3, EAGLE, {}),
-    "eagle3, static": (drafters.EAGLE3, EAGLE, {"tree": "static"}),
 }
 DRAFTERS = {
     "none": lambda runner, make_base, truth: drafters.NoDrafter(),
     "anpd": lambda runner, make_base, truth: drafters.ANPD(order=3),
     "prompt_lookup": lambda runner, make_base, truth: drafters.PromptLookup(),
-    "prompt_lookup, full": lambda runner, make_base, truth: drafters.PromptLookup(2, 3, partial=False),
     "lookahead": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4),
     "lookahead, from the prompt": lambda runner, make_base, truth: drafters.Lookahead(3, 2, 9, pool_from_prompt=True),
     "lookahead, drop_last": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4, drop_last=True),

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import drafters
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, drafter_specs, generate, stream
 from inference.chat import ChatSession
-from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.base import load_base
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler

@@ -258,9 +258,9 @@ def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, as
         (["--max-length", 8], "no prompt was answered: dropped 14 answers (14 x the prompt leaves no room"),
         (["--turns", "last"], "turns"),
         (["--template", "chatml"], "unknown chat template 'chatml'"),
-        (["--model", "m"], "--endpoint and --model belong together"),
-        (["--endpoint", "http://localhost:1/v1"], "--endpoint and --model belong together"),
-        (["--endpoint", "localhost", "--model", "m"], "endpoint must look like"),
+        (["--model", "m"], "--model m is the name of the base on a server: give --server URL, too"),
+        (["--server", "localhost", "--model", "m"], "--server must look like"),
+        (["--endpoint", "http://localhost:1/v1"], "unrecognized arguments: --endpoint: did you mean --server?"),
         (["--num-answers", 2], "2 greedy answers would be equal: give a temperature above 0"),
         (["--num-answers", 0], "num_answers must be at least 1, not 0"),
         (["--top-p", 0.5], "top_p 0.5 is for sampling"),
@@ -277,7 +277,7 @@ def test_a_wrong_option_is_reported_in_one_line(call, tiny, asked, tmp_path, wor
 
 
 def served(call, server, tiny, file, out, *words):
-    where = ("--endpoint", server.url, "--model", "m", "--concurrency", 3)
+    where = ("--server", server.url, "--model", "m", "--concurrency", 3)
     return call(run_drafters, "regenerate", "--base", tiny, "--files", file, "--out", out, *QUICK, *where, *words)
 
 

@@ -7,8 +7,6 @@ from statistics import fmean
 from typing import Any
 
 from data.files import read_json_lines, reading
-from inference.evaluate.intervals import quotient
-from inference.evaluate.tables import Row, Table, number
 
 
 @dataclass(frozen=True)
@@ -44,49 +42,61 @@ def parse(row: dict[str, Any]) -> Recorded:
     indices = choice.get("idxs")
     if indices is None and "decoding_steps" in choice:  # Spec-Bench's later files count the steps
         indices = [steps - 1 for steps in choice["decoding_steps"]]
-    known = None if indices is None or None in indices else sum(indices)
+    index = None if indices is None or None in indices else sum(indices)
     counts = [len(ids) for ids in choice["token_ids"]] if "token_ids" in choice else choice["new_tokens"]
     tokens = sum(count or indices[turn] + 1 for turn, count in enumerate(counts))
     lengths = choice.get("accept_lengths")  # of each step, prefills excluded
-    steps = len(lengths) if lengths is not None else None if known is None else known + len(counts)
+    steps = len(lengths) if lengths is not None else None if index is None else index + len(counts)
     emitted = sum(lengths) if lengths is not None else tokens
     seconds = sum(choice["wall_time"]) if "wall_time" in choice else None
-    if min(tokens, known or 0, seconds or 0) < 0:
+    if min(tokens, index or 0, seconds or 0) < 0:
         raise ValueError("a count is negative")
-    return Recorded(choice["turns"], tokens, known, steps, emitted, seconds)
+    return Recorded(choice["turns"], tokens, index, steps, emitted, seconds)
 
 
 def pair(answers: dict[int, Recorded], baseline: dict[int, Recorded]) -> Pairs:
     """Pair each answer with the baseline's to the same question; raises ValueError if one does not fit."""
-    for each, answer in answers.items():
-        if each not in baseline or len(baseline[each].texts) != len(answer.texts):
-            raise ValueError(f"question {each}: the baseline has no answer of as many turns: pass the same questions")
-    return [(answer, baseline[each]) for each, answer in answers.items()]
+    for question, answer in answers.items():
+        if question not in baseline or len(baseline[question].texts) != len(answer.texts):
+            raise ValueError(
+                f"question {question}: the baseline has no answer of as many turns: pass the same questions"
+            )
+    return [(answer, baseline[question]) for question, answer in answers.items()]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    measured = [value for value in values if value is not None]
+    return fmean(measured) if measured else None
+
+
+def _quotient(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
 
 
 def _speed(answers: Sequence[Recorded]) -> float | None:
+    """Tokens per second; None if a time is missing."""
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
-    return quotient(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
+    return _quotient(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
 
 
 def _micro(pairs: Pairs) -> float | None:
-    known = [own for own, _ in pairs if own.steps is not None]
-    return quotient(sum(own.emitted for own in known), sum(own.steps or 0 for own in known))
+    counted = [answer for answer, _ in pairs if answer.steps is not None]
+    return _quotient(sum(answer.emitted for answer in counted), sum(answer.steps or 0 for answer in counted))
+
+
+def _spec_bench(pairs: Pairs) -> float | None:
+    answers, baseline = zip(*pairs, strict=True)
+    return _quotient(_mean(_speed([answer]) for answer in answers), _mean(_speed([base]) for base in baseline))
 
 
 CONVENTIONS: dict[str, tuple[str, Convention]] = {
     "beta, CTC paper": (
         "mean over questions of new tokens / last step index, from 0 and summed over turns: a step per turn is missing",
-        lambda pairs: _mean(quotient(own.tokens, own.index) for own, _ in pairs),
+        lambda pairs: _mean(_quotient(answer.tokens, answer.index) for answer, _ in pairs),
     ),
     "acceptance length, mean": (
         "mean over questions of new tokens / steps; steps = that index + 1",
-        lambda pairs: _mean(quotient(own.emitted, own.steps) for own, _ in pairs),
+        lambda pairs: _mean(_quotient(answer.emitted, answer.steps) for answer, _ in pairs),
     ),
     "acceptance length, micro": (
         "all new tokens / all steps, prefills excluded; Spec-Bench's mean accepted tokens",
@@ -94,15 +104,12 @@ CONVENTIONS: dict[str, tuple[str, Convention]] = {
     ),
     "gamma, CTC paper": (
         "mean over questions of tokens per second / the baseline's tokens per second",
-        lambda pairs: _mean(quotient(_speed([own]), _speed([base])) for own, base in pairs),
+        lambda pairs: _mean(_quotient(_speed([answer]), _speed([base])) for answer, base in pairs),
     ),
-    "speed-up, Spec-Bench": (
-        "mean over questions of tokens per second / the baseline's mean",
-        lambda pairs: quotient(*(_mean(_speed([each]) for each in side) for side in zip(*pairs, strict=True))),
-    ),
+    "speed-up, Spec-Bench": ("mean over questions of tokens per second / the baseline's mean", _spec_bench),
     "speed-up, micro": (
         "(all tokens / all seconds) / the same ratio of the baseline",
-        lambda pairs: quotient(*(_speed(side) for side in zip(*pairs, strict=True))),
+        lambda pairs: _quotient(*(_speed(side) for side in zip(*pairs, strict=True))),
     ),
 }
 
@@ -112,10 +119,7 @@ def figures(pairs: Pairs) -> dict[str, float | None]:
     return {name: count(pairs) for name, (_, count) in CONVENTIONS.items()}
 
 
-def table(path: str, pairs: Pairs) -> Table:
-    """A row for each convention, and how many turns have the baseline's text."""
-    rows = [Row([name, number(value), CONVENTIONS[name][0]]) for name, value in figures(pairs).items()]
-    turns = [both for own, base in pairs for both in zip(own.texts, base.texts, strict=True)]
-    identical = sum(ours == its for ours, its in turns)
-    note = f"identical turns: {identical} of {len(turns)} ({100 * identical / len(turns):.1f} %)"
-    return Table(path, ["figure", "value", "how it is counted"], rows, note)
+def count_identical(pairs: Pairs) -> tuple[int, int]:
+    """The number of turns with the baseline's text, and of all turns."""
+    turns = [both for answer, base in pairs for both in zip(answer.texts, base.texts, strict=True)]
+    return sum(text == base_text for text, base_text in turns), len(turns)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluate import answers, recount
-from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.metrics import acceptance_length
-from inference.evaluate.report import report
+from inference import recount
+from inference.evaluate.answers import Answer, Turn, to_json
+from inference.evaluate.command import report
+from inference.evaluate.figures import acceptance_length
 from inference.verifier.session import Step
 from tests.conftest import refusal
 
-RECORDED = Path(__file__).parents[4] / "shared" / "data" / "base_outputs" / "ctc_drafter"
+RECORDED = Path(__file__).parents[3] / "shared" / "data" / "base_outputs" / "ctc_drafter"
 PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna-7b-mt_bench-greedy.jsonl"
 
 
@@ -80,7 +80,7 @@ def test_our_own_records_count_as_our_metrics_do(tmp_path):
     alone = [answer("none", 1, [1] * 9), answer("none", 2, [1] * 3)]
     files = tmp_path / "ctc.jsonl", tmp_path / "none.jsonl"
     for path, own in zip(files, (given, alone), strict=True):
-        answers.write(path, own)
+        path.write_text("".join(json.dumps(to_json(answer)) + "\n" for answer in own))
     found = count(files)
     assert found["acceptance length, micro"] == acceptance_length(turn for each in given for turn in each.turns) == 2.5
     assert found["speed-up, micro"] == pytest.approx(12 / 6)

@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from inference.evaluate import figures
 from inference.evaluate.answers import Answer, Turn, median_answers
-from inference.evaluate.metrics import first_difference, summarise
+from inference.evaluate.figures import first_difference
 from inference.verifier.session import PHASES, Step
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
@@ -42,6 +43,11 @@ NONE = [
     )
     for answer in CTC
 ]
+
+
+def summarise(answers, baseline):
+    """Compare answers of one repeat."""
+    return figures.summarise([answers], [baseline])
 
 
 @pytest.fixture

@@ -133,21 +133,14 @@ def generate(
     base = chosen.wrap(base)
     encoded = [_encode(prompt, base, chosen) for prompt in _listed(prompts)]
     samplers, eos = [chosen.sampler_of(index) for index in range(len(encoded))], chosen.end_tokens(base)
+    generated = []
     with acquire_runner(base, chosen.compile) as runner:
         built = make(drafter, runner)
-        generations = [
-            Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
-            for prompt, sampler in zip(encoded, samplers, strict=True)
-        ]
-    return [
-        Generated(
-            IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True),
-            generation.tokens,
-            generation.steps,
-            generation.seconds,
-        )
-        for generation in generations
-    ]
+        for prompt, sampler in zip(encoded, samplers, strict=True):
+            generation = Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
+            text = IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True)
+            generated.append(Generated(text, generation.tokens, generation.steps, generation.seconds))
+    return generated
 
 
 def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "anpd", **options: Any) -> Iterator[str]:

@@ -93,8 +93,7 @@ class TrainingStep:
         return peak, estimate
 
     def _batch(self) -> TrainingBatch:
-        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids)
-        return TrainingBatch(hidden, last, self.ids, labels, self.mask)
+        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids, self.mask)
 
     def _train(self, drafter: LearnedDrafter, batch: TrainingBatch, weights: BaseWeights) -> None:
         with torch.autocast(self.ids.device.type, self.autocast, enabled=self.autocast is not None):

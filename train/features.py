@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.filesize import decimal
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from data.batches import collate
 from data.conversations import load_conversations
 from data.features import (
     BYTES_PER_ROW,
@@ -43,17 +43,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class BaseFeatures(NamedTuple):
-    """Outputs of the base over texts (B, S)."""
-
-    hidden: Tensor  # (B, S, F * D) hidden states of the chosen layers, side by side
-    last_hidden: Tensor  # (B, S, D) normed last hidden states, which the LM head reads
-    labels: Tensor  # (B, S) the base's most probable next token at each position
-
-
 @torch.no_grad()
-def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> BaseFeatures:
-    """Run one forward pass of the base over texts (B, S).
+def compute_features(
+    base: Base, layers: Sequence[int], input_ids: Tensor, loss_mask: Tensor, step: int = 0
+) -> TrainingBatch:
+    """Run one forward pass of the base over texts (B, S), with their loss mask (B, S).
 
     Autocast is switched off: the base's outputs are the same as in decoding, whatever precision the trainer uses.
     """
@@ -62,7 +56,7 @@ def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> Ba
         head = base.base_weights.head
         # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
         labels = torch.stack([most_probable(states @ head.T) for states in last_hidden])
-    return BaseFeatures(hidden, last_hidden, labels)
+    return TrainingBatch(hidden, last_hidden, input_ids, labels, loss_mask, step)
 
 
 def read_features(
@@ -287,14 +281,14 @@ def compute_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield for each row what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
     for start in range(0, len(rows), batch_size):
-        batch = [texts[row.number] for row in rows[start : start + batch_size]]
-        ids = [torch.tensor(text["input_ids"]) for text in batch]
-        outputs = compute_features(base, layers, pad_sequence(ids, batch_first=True).to(base.model.device))
-        for text, tokens, states, labels in zip(batch, ids, outputs.hidden, outputs.labels, strict=True):
+        conversations = [texts[row.number] for row in rows[start : start + batch_size]]
+        padded = collate(conversations)
+        batch = compute_features(base, layers, padded["input_ids"].to(base.model.device), padded["loss_mask"])
+        for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
             yield {
-                "id": text["id"],
-                "input_ids": tokens,
-                "loss_mask": torch.tensor(text["loss_mask"]),
-                "hidden": states[: len(tokens)],
-                "labels": labels[: len(tokens)],
+                "id": conversation["id"],
+                "input_ids": batch.input_ids[place, :length],
+                "loss_mask": batch.loss_mask[place, :length],
+                "hidden": batch.hidden[place, :length],
+                "labels": batch.labels[place, :length],
             }

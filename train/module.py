@@ -143,8 +143,7 @@ class DrafterTraining(L.LightningModule):
 
     def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
         """Run the base over texts (B, S)."""
-        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids)
-        return TrainingBatch(hidden, last, input_ids, labels, loss_mask, step)
+        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask, step)
 
     def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
         """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""

@@ -10,11 +10,12 @@ from operator import eq
 from benchmarks.harness import ResultTable, main, show
 from data.benchmarks import Question
 from data.benchmarks.texts import bleu_and_chrf, rouge
+from data.dtypes import Dtype
 from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
 from inference import drafter_specs
-from inference.bases import Dtype
-from inference.prompts import BenchmarkPrompts, QuestionOptions
+from inference.options import QuestionOptions
+from inference.prompts import BenchmarkPrompts
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 import drafters
+from data.dtypes import Dtype
 from data.files import read_json, reading
 from data.hub import find_folder
 from data.tokenizer import tokenizer_hash
@@ -22,7 +23,6 @@ from drafters.registry import MODULES, Registration, find_class, learned, regist
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.arguments import must_be
-from inference.bases import Dtype
 from inference.verifier.base import Base, BaseConfig, check_fit, load_base
 from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession, Lenient

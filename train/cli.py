@@ -30,26 +30,28 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "eval": Command("inference.evaluate.command:evaluate", "measure drafters side by side on benchmarks"),
-    "tune": Command("inference.tune:tune", "search the options of a drafter for speed or acceptance"),
+    "eval": Command("inference.commands:evaluate", "measure drafters side by side on benchmarks"),
+    "tune": Command("inference.commands:tune", "search the options of a drafter for speed or acceptance"),
     "report": Command(
-        "inference.evaluate.command:report",
+        "inference.commands:report",
         "make one page of evaluations, compare two, or recount answers",
         ("folders",),
     ),
-    "verify": Command("inference.verify:verify", "show that a drafter changes no token of what the base writes"),
-    "chat": Command("inference.chat:chat", "talk to a base in the terminal and watch its drafter"),
-    "serve": Command("inference.serve.command:serve", "serve a base with a drafter, with a page that shows every step"),
+    "verify": Command("inference.commands:verify", "show that a drafter changes no token of what the base writes"),
+    "chat": Command("inference.commands:chat", "talk to a base in the terminal and watch its drafter"),
+    "serve": Command("inference.commands:serve", "serve a base with a drafter, with a page that shows every step"),
     "serve-command": Command(
-        "inference.vllm.command:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
+        "inference.commands:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
     ),
-    "regenerate": Command("inference.regenerate.command:regenerate", "let the base answer the prompts of a data set"),
-    "export": Command("train.export:export", "turn a checkpoint into a drafter folder, or publish it", ("ckpt", "out")),
-    "import": Command("train.import_drafter:import_drafter", "read another tool's drafter", ("folder", "out")),
-    "index": Command("inference.indexes:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
-    "features": Command("train.features:features", "write the base's hidden states of conversations for training"),
-    "show-mask": Command("data.templates:show_mask", "print conversations with their loss mask in colour"),
-    "replay": Command("inference.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
+    "regenerate": Command("inference.commands:regenerate", "let the base answer the prompts of a data set"),
+    "export": Command(
+        "train.commands:export", "turn a checkpoint into a drafter folder, or publish it", ("ckpt", "out")
+    ),
+    "import": Command("train.commands:import_drafter", "read another tool's drafter", ("folder", "out")),
+    "index": Command("inference.commands:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
+    "features": Command("train.commands:features", "write the base's hidden states of conversations for training"),
+    "show-mask": Command("train.commands:show_mask", "print conversations with their loss mask in colour"),
+    "replay": Command("inference.commands:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 

@@ -8,14 +8,13 @@ import torch
 import drafters
 from data.benchmarks import Question
 from data.conversations import user_message
-from inference.evaluate.command import evaluate
+from inference.commands import evaluate, tune, verify
 from inference.evaluate.results import read
-from inference.prompts import QuestionOptions, encode_question
-from inference.tune import tune
+from inference.options import QuestionOptions
+from inference.prompts import encode_question
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from inference.verify import verify
 from train.cli import grouped
 
 CONTEXT = 64

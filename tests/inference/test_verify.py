@@ -12,17 +12,11 @@ from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
 from inference import verify as module
+from inference.commands import verify
+from inference.options import ModelOptions, PromptOptions, SamplingOptions
 from inference.verifier import attention, compiled, row_multiples
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy
-from inference.verify import (
-    Comparison,
-    PromptOptions,
-    compare,
-    first_divergence,
-    generate_reference,
-    verify,
-)
+from inference.verify import Comparison, compare, first_divergence, generate_reference
 
 
 class Lossy(Drafter):

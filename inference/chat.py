@@ -129,7 +129,7 @@ class Chat:
             case "drafter" if text:
                 self.drafter, self._session = drafter_specs.label(text), self._build(text)
             case "drafter":
-                raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.known()}")
+                raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.usages()}")
             case "compare" if self.last_answer:
                 self._compare_with_base(self.last_answer)
             case "compare":

@@ -40,6 +40,7 @@ LAYERS = {
         indexes openai_server prompts recount
         options
         regenerate
+        model_drafters
         drafter_specs
         verify vllm
         evaluate

@@ -27,15 +27,15 @@ class ExactParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise ArgumentError; a message about an unknown option ends with the nearest known one."""
-        if (found := UNKNOWN.search(message)) and "did you mean" not in message:
+        if (match := UNKNOWN.search(message)) and "did you mean" not in message:
             inner = (action.choices.values() for action in self._actions if isinstance(action.choices, dict))
             parsers = [self, *chain.from_iterable(inner)]
-            known = [option.lstrip("-") for parser in parsers for option in parser._option_string_actions]
-            name = ".".join(part for part in (found["group"], found["option"] or found["key"]) if part)
-            near = [option for option in known if option.startswith(name)]
-            near = near or get_close_matches(name, known, 1, cutoff=0.75)
+            options = [option.lstrip("-") for parser in parsers for option in parser._option_string_actions]
+            name = ".".join(part for part in (match["group"], match["option"] or match["key"]) if part)
+            near = [option for option in options if option.startswith(name)]
+            near = near or get_close_matches(name, options, 1, cutoff=0.75)
             if near := [RENAMED[name]] if name in RENAMED else near:
-                message = f"{message[: found.end()]}: did you mean --{near[0]}?"
+                message = f"{message[: match.end()]}: did you mean --{near[0]}?"
         super().error(message.partition(". Got value: Namespace(")[0], ex)  # the names of the parser's own classes
 
 

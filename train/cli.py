@@ -168,13 +168,14 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
 
 def in_words(message: str) -> str:
     """What jsonargparse says of a value of another type, in few words; any other message as it is."""
-    found = re.search(
+    match = re.search(
         r'Parser key "(.+?)":(.*Expected an? .*?)(?:Given value type.*)?G\w+ value: (.*)', message, re.DOTALL
     )
-    if not found:
+    if not match:
         return message
-    kinds = re.findall(r"<class '(?!NoneType)(\w+)|Literal\[(.+?)\]", found[2])
-    return f"{found[1]} must be {' or '.join(dict.fromkeys(name or own for name, own in kinds))}, not {found[3]}"
+    kinds = re.findall(r"<class '(?!NoneType)(\w+)|Literal\[(.+?)\]", match[2])
+    expected = dict.fromkeys(class_name or literals for class_name, literals in kinds)
+    return f"{match[1]} must be {' or '.join(expected)}, not {match[3]}"
 
 
 def spelled_out(
@@ -190,23 +191,20 @@ def spelled_out(
     result: list[str] = []
     words, names = list(args), [*positional]
     while words:
-        key, equals, value = words.pop(0).partition("=")
-        if not key.startswith("--"):
+        word = words.pop(0)
+        if not word.startswith("--"):
             if not names:
-                raise ValueError(
-                    f"{key + equals + value!r} follows no option: an option that takes several is repeated"
-                )
-            name, value, equals = names[0], key + equals + value, "="
-            if name not in lists:
-                names.pop(0)
-        else:
-            name = key[2:].replace("-", "_")
-            if not equals and name in flags:
-                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
-            elif not equals and words:
-                value = words.pop(0)
-            elif not equals:
-                return [*result, f"--{name}"]  # which jsonargparse refuses, as the value is missing
+                raise ValueError(f"{word!r} follows no option: an option that takes several is repeated")
+            word = f"--{names[0]}={word}"
+            names = names if names[0] in lists else names[1:]
+        key, equals, value = word[2:].partition("=")
+        name = key.replace("-", "_")
+        if not equals and name in flags:
+            value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
+        elif not equals and words:
+            value = words.pop(0)
+        elif not equals:
+            return [*result, f"--{name}"]  # which jsonargparse refuses, as the value is missing
         result.append(f"--{name}{'+' if name in lists else ''}={value}")
     return result
 
@@ -262,6 +260,6 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 def find_config(name: str) -> str:
     """Return the path of a config: a file of that name, or else the one in configs/; ValueError if there is neither."""
     if not Path(name).is_file() and not (CONFIGS / name).is_file():
-        known = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
-        raise ValueError(f"no config {name!r}: give a file, or one of configs/: {known}")
+        shipped = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
+        raise ValueError(f"no config {name!r}: give a file, or one of configs/: {shipped}")
     return name if Path(name).is_file() else str(CONFIGS / name)

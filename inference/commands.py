@@ -1,4 +1,4 @@
-"""The typed entries of `drafters` commands, whose docstrings are their help; what works is imported when they run.
+"""The typed entries of `drafters` commands, whose docstrings are their help; what they call is imported when they run.
 
 So help, and the error for a misspelt option, need neither torch nor transformers.
 """
@@ -11,12 +11,12 @@ from inference.options import (
     EvaluationOptions,
     Format,
     ModelOptions,
-    PromptOptions,
     QuestionOptions,
     SamplingOptions,
     SearchOptions,
     ServerOptions,
     TuneQuestions,
+    VerifyQuestions,
 )
 
 
@@ -118,7 +118,7 @@ def report(
 
 def verify(
     model: ModelOptions,
-    selection: PromptOptions,
+    selection: VerifyQuestions,
     sampling: SamplingOptions,
     drafter: list[str],
     texts: int = 400,

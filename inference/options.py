@@ -155,11 +155,7 @@ class QuestionOptions:
         return selected
 
     def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
-        """Select loaded questions whose first prompt fits into the context. (A later turn too long ends its answer.)
-
-        Raises ValueError if a prompt is empty, the template refuses a question or leaves out its system prompt or
-        tools, ``max_new_tokens`` is below 1, or no question of a benchmark fits.
-        """
+        """Select loaded questions whose first prompt fits into the context, as `select_prompts` does."""
         from inference.prompts import select_prompts
 
         return select_prompts(base, questions, self.caps(), self.limit, self.template)
@@ -206,7 +202,7 @@ class EvaluationOptions:
 
 
 @dataclass(frozen=True)
-class PromptOptions(QuestionOptions):
+class VerifyQuestions(QuestionOptions):
     """The prompts that are decoded: the first turns of the benchmarks' questions."""
 
     limit: int | None = 20

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.options import ModelOptions, PromptOptions, SamplingOptions
+from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
@@ -42,7 +42,7 @@ TextCounts = Mapping[Text, int]  # how often each text was written
 
 def verify(
     model: ModelOptions,
-    selection: PromptOptions,
+    selection: VerifyQuestions,
     sampling: SamplingOptions,
     drafter: list[str],
     texts: int,

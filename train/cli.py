@@ -1,20 +1,17 @@
-"""The ``drafters`` and ``lightning`` commands: their lists, their arguments, and the one boundary for errors.
+"""The ``drafters`` and ``lightning`` commands: their lists, and the one boundary for errors.
 
 Nothing heavy is imported before a command is known, so that the lists of commands are printed at once.
 """
 
 import os
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import is_dataclass
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from data.files import explained, output_lock
 from data.hub import shipped_folder
@@ -136,96 +133,15 @@ def run_drafters(argv: list[str] | None = None) -> None:
 def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str, Any]]:
     """Return the function of a command, and its arguments as the command line gives them.
 
-    A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
     Raises ValueError if the command is unknown, or the arguments do not fit it.
     """
-    from argparse import ArgumentError
-
-    from train.arguments import ExactParser
+    from train.arguments import parse_arguments
 
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}: known are {', '.join(COMMANDS)}")
     module, _, attribute = COMMANDS[name].target.partition(":")
     function = getattr(import_module(module), attribute)
-    groups, hints = option_groups(function), get_type_hints(function)
-    for group in groups.values():
-        hints |= get_type_hints(group)
-    about = (function.__doc__ or "").partition("Args:")[0]
-    parser = ExactParser(prog=f"drafters {name}", description=about)
-    for group in groups.values():
-        parser.add_class_arguments(group, as_group=False)
-    parser.add_function_arguments(function, skip=set(groups), as_group=False)
-    lists = {option for option, hint in hints.items() if "list[" in str(hint)}
-    flags = {option for option, hint in hints.items() if hint is bool}
-    try:
-        values = vars(parser.parse_args(spelled_out(args, COMMANDS[name].positional, lists, flags)))
-    except ArgumentError as error:
-        raise ValueError(f"{in_words(str(error))} (drafters {name} --help lists the arguments)") from error
-    if values.get("out") == "":
-        raise ValueError("--out has an empty name: name a file or folder")
-    return function, grouped(function, values)
-
-
-def in_words(message: str) -> str:
-    """What jsonargparse says of a value of another type, in few words; any other message as it is."""
-    match = re.search(
-        r'Parser key "(.+?)":(.*Expected an? .*?)(?:Given value type.*)?G\w+ value: (.*)', message, re.DOTALL
-    )
-    if not match:
-        return message
-    kinds = re.findall(r"<class '(?!NoneType)(\w+)|Literal\[(.+?)\]", match[2])
-    expected = dict.fromkeys(class_name or literals for class_name, literals in kinds)
-    return f"{match[1]} must be {' or '.join(expected)}, not {match[3]}"
-
-
-def spelled_out(
-    args: Sequence[str], positional: Sequence[str], lists: Collection[str], flags: Collection[str]
-) -> list[str]:
-    """Return arguments in the form that jsonargparse reads: ``--key=value``, or ``--key+=value`` for an item of a list.
-
-    Hyphens in names become underscores, a flag without a value becomes true, and arguments without a name get the next
-    positional one, the last of which may be a list.
-    """
-    if not {"-h", "--help"}.isdisjoint(args):
-        return ["--help"]
-    result: list[str] = []
-    words, names = list(args), [*positional]
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            if not names:
-                raise ValueError(f"{word!r} follows no option: an option that takes several is repeated")
-            word = f"--{names[0]}={word}"
-            names = names if names[0] in lists else names[1:]
-        key, equals, value = word[2:].partition("=")
-        name = key.replace("-", "_")
-        if not equals and name in flags:
-            value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
-        elif not equals and words:
-            value = words.pop(0)
-        elif not equals:
-            return [*result, f"--{name}"]  # which jsonargparse refuses, as the value is missing
-        result.append(f"--{name}{'+' if name in lists else ''}={value}")
-    return result
-
-
-def option_groups(function: Callable[..., Any]) -> dict[str, type]:
-    """Return the parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
-    hints = get_type_hints(function)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-
-
-def grouped(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command as its signature has them; ``options`` has them as flat as a command line.
-
-    Options that are missing have their default values.
-    """
-    arguments = dict(options)
-    groups = {
-        name: group(**{field: arguments.pop(field) for field in signature(group).parameters if field in arguments})
-        for name, group in option_groups(function).items()
-    }
-    return arguments | groups
+    return function, parse_arguments(f"drafters {name}", function, args, COMMANDS[name].positional)
 
 
 # ---- lightning

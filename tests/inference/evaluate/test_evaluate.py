@@ -24,7 +24,8 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import PHASES, Session, Step
 from tests.conftest import full_disk
-from train.cli import grouped, run_drafters
+from train.arguments import grouped
+from train.cli import run_drafters
 
 CLOCK = {"speed", "speedup", "wall", "step_seconds"}  # figures that differ between runs
 FORGETFUL = ["anpd", "prompt_lookup"]

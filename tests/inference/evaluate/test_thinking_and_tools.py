@@ -22,7 +22,7 @@ from inference.prompts import encode_first_prompt, encode_question
 from inference.verifier.base import Base, load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from train.cli import grouped
+from train.arguments import grouped
 
 TOOLS = [{"name": "w20"}, {"name": "w21"}]
 ROWS = [

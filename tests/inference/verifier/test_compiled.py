@@ -22,7 +22,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from tests.inference.verifier.oracles import random_tree
-from train.cli import grouped
+from train.arguments import grouped
 
 PROMPT = [5, 9, 7, 5, 9]
 OTHER_BASES = [("llama", "eager"), ("gpt2", "sdpa"), ("olmo", "sdpa")]

@@ -270,12 +270,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def chat(
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    drafter: str,
-    system: str,
-    max_new_tokens: int,
-    template: str,
+    model: ModelOptions, sampling: SamplingOptions, drafter: str, system: str, max_new_tokens: int, template: str
 ) -> None:
     """Run `drafters chat`, see `inference.commands.chat`."""
     console = SafeConsole(highlight=False)

@@ -31,15 +31,9 @@ Advance = Callable[[int], object]
 
 
 def index(
-    kind: Literal["corpus", "datastore"],
-    out: str,
-    tokenizer: str,
-    files: list[str],
-    min_count: int,
-    top: int,
-    depth: int,
-    overwrite: bool,
-) -> None:
+    kind: Literal["corpus", "datastore"], out: str, tokenizer: str, files: list[str], min_count: int, top: int,
+    depth: int, overwrite: bool,
+) -> None:  # fmt: skip
     """Run `drafters index`, see `inference.commands.index`."""
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)

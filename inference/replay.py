@@ -113,14 +113,9 @@ def measure(turns: Sequence[tuple[Question, list[Step]]]) -> list[float]:
 
 
 def replay(
-    answers: str,
-    questions: str,
-    tokenizer: str,
-    drafter: list[str],
-    template: str,
-    benchmark: str,
+    answers: str, questions: str, tokenizer: str, drafter: list[str], template: str, benchmark: str,
     max_new_tokens: int,
-) -> None:
+) -> None:  # fmt: skip
     """Run `drafters replay`, see `inference.commands.replay`."""
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
     base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)

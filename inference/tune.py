@@ -59,13 +59,9 @@ Space = dict[str, "BaseDistribution"]
 
 
 def tune(
-    model: ModelOptions,
-    selection: TuneQuestions,
-    sampling: SamplingOptions,
-    search: SearchOptions,
-    drafter: str,
+    model: ModelOptions, selection: TuneQuestions, sampling: SamplingOptions, search: SearchOptions, drafter: str,
     out: str,
-) -> None:
+) -> None:  # fmt: skip
     """Run `drafters tune`, see `inference.commands.tune`."""
     if find_spec("optuna") is None:
         raise ValueError("drafters tune needs optuna: pip install 'ctc-drafters[tune]'")

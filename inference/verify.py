@@ -41,13 +41,9 @@ TextCounts = Mapping[Text, int]  # how often each text was written
 
 
 def verify(
-    model: ModelOptions,
-    selection: VerifyQuestions,
-    sampling: SamplingOptions,
-    drafter: list[str],
-    texts: int,
+    model: ModelOptions, selection: VerifyQuestions, sampling: SamplingOptions, drafter: list[str], texts: int,
     text_tokens: int,
-) -> None:
+) -> None:  # fmt: skip
     """Run `drafters verify`, see `inference.commands.verify`."""
     if min(texts, text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")

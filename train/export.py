@@ -25,18 +25,9 @@ WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(
-    ckpt: str,
-    out: str,
-    base: str | None,
-    overwrite: bool,
-    format: ExportFormat,
-    mask_token_id: int | None,
-    dtype: ExportedDtype | None,
-    push: str | None,
-    public: bool,
-    license: str | None,
-    results: list[str] | None,
-) -> None:
+    ckpt: str, out: str, base: str | None, overwrite: bool, format: ExportFormat, mask_token_id: int | None,
+    dtype: ExportedDtype | None, push: str | None, public: bool, license: str | None, results: list[str] | None,
+) -> None:  # fmt: skip
     """Run `drafters export`, see `train.commands.export`."""
     folder = Path(out)
     check_output_folder(folder, overwrite)

@@ -105,20 +105,9 @@ def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> Non
 
 
 def features(
-    base: str,
-    files: list[str],
-    out: str,
-    template: str,
-    max_length: int,
-    limit: int | None,
-    cache_dir: str | None,
-    layers: str,
-    dtype: StoreDtype,
-    base_dtype: Dtype,
-    device: str,
-    batch_size: int,
-    shard_megabytes: float,
-) -> None:
+    base: str, files: list[str], out: str, template: str, max_length: int, limit: int | None, cache_dir: str | None,
+    layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, batch_size: int, shard_megabytes: float,
+) -> None:  # fmt: skip
     """Run `drafters features`, see `train.commands.features`."""
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)

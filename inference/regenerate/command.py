@@ -27,14 +27,9 @@ MAX_PROMPT_TOKENS = 192  # a longer one is left out
 
 
 def regenerate(
-    base_model: ModelOptions,
-    answers: AnswerOptions,
-    sampling: SamplingOptions,
-    source: ServerOptions,
-    out: str,
-    files: list[str],
-    overwrite: bool,
-) -> None:
+    base_model: ModelOptions, answers: AnswerOptions, sampling: SamplingOptions, source: ServerOptions, out: str,
+    files: list[str], overwrite: bool,
+) -> None:  # fmt: skip
     """Run `drafters regenerate`, see `inference.commands.regenerate`."""
     numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": source.concurrency}
     numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size")}

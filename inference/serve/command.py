@@ -14,13 +14,7 @@ LOCAL_HOSTS = ["127.0.0.1", "localhost", "::1"]
 
 
 def serve(
-    model: ModelOptions,
-    drafter: str,
-    served_name: str | None,
-    template: str,
-    max_tokens: int,
-    host: str,
-    port: int,
+    model: ModelOptions, drafter: str, served_name: str | None, template: str, max_tokens: int, host: str, port: int
 ) -> None:
     """Run `drafters serve`, see `inference.commands.serve`."""
     if not (find_spec("fastapi") and find_spec("uvicorn")):

@@ -15,9 +15,9 @@ import yaml
 import drafters
 from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show
 from benchmarks.recipes import grouped
+from data.dtypes import Dtype
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from inference.bases import Dtype
 from inference.verifier.base import Base, resolve_device
 from train.cli import find_config
 from train.features import compute_features

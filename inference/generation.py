@@ -18,10 +18,10 @@ from data.files import check_encodable, reading
 from data.templates import encode_prompt
 from inference.arguments import checks_arguments, must_be, plain
 from inference.drafter_specs import AnyDrafter, make
+from inference.options import SamplingOptions
 from inference.verifier.base import Base
 from inference.verifier.check import check_config, model_state
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt

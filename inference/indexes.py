@@ -31,35 +31,10 @@ Advance = Callable[[int], object]
 
 
 def index(
-    kind: Literal["corpus", "datastore"],
-    out: str,
-    tokenizer: str,
-    files: list[str],
-    min_count: int = 6,
-    top: int = 20,
-    depth: int = 32,
-    overwrite: bool = False,
-) -> None:
-    """Index texts for drafters: a corpus for self_draft, joint and corpus, a datastore for rest.
-
-    A corpus counts which four tokens follow each sequence of one to four tokens. A datastore sorts the texts by their
-    tokens; it takes 14 bytes per token (16 with more than 65,535 token ids). Both take about 50 bytes of memory per
-    token while they are built.
-
-    A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
-    conversations, each part is a document. In other files, blank lines separate documents. No n-gram, match or draft
-    crosses the end of a document.
-
-    Args:
-        kind: What is built: corpus or datastore.
-        out: File to write.
-        tokenizer: Folder or hub id of the base, or of its tokenizer.
-        files: Text files, or records as .jsonl or .json, also compressed as .gz. May be repeated.
-        min_count: Leave n-grams out of a corpus that occur less often.
-        top: Maximum number of n-grams of a corpus for each context.
-        depth: Number of tokens by which a datastore is sorted; rest's longest match and draft together.
-        overwrite: Replace an existing file.
-    """
+    kind: Literal["corpus", "datastore"], out: str, tokenizer: str, files: list[str], min_count: int, top: int,
+    depth: int, overwrite: bool,
+) -> None:  # fmt: skip
+    """Run `drafters index`, see `inference.commands.index`."""
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
     path = new_file(out, overwrite, files)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,11 @@ from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
 from drafters.trees.static import static_tree
 from inference import drafter_specs
-from inference.prompts import QuestionOptions
+from inference.options import ModelOptions, SamplingOptions, SearchOptions, TuneQuestions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Generation, Session, acceptance_length
@@ -59,52 +58,11 @@ Params = Mapping[str, Any]  # values by option; a skipped sublayer is an option 
 Space = dict[str, "BaseDistribution"]
 
 
-@dataclass(frozen=True)
-class TuneQuestions(QuestionOptions):
-    """The questions whose first turns are decoded."""
-
-    limit: int | None = 8
-    max_new_tokens: int | None = 128
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What is searched, and how.
-
-    Args:
-        space: An option and its values: NAME=4,8,16, NAME=2..6 or NAME=0.0..0.1; may be repeated. `file` varies the
-            FILE of NAME=FILE, `static` the size of Medusa's static tree, `skips` (alone) self_speculative's sublayers.
-        sampler: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
-        trials: Maximum number of combinations to try.
-        objective: What is maximised: the speed-up over the base alone, tokens per second, or acceptance length.
-        search_seed: Seed of the search.
-    """
-
-    space: list[str]
-    sampler: Literal["grid", "gp", "tpe", "random"] = "tpe"
-    trials: int = 50
-    objective: Literal["speedup", "tokens_per_second", "acceptance_length"] = "speedup"
-    search_seed: int = 0
-
-
 def tune(
-    model: ModelOptions,
-    selection: TuneQuestions,
-    sampling: SamplingOptions,
-    search: SearchOptions,
-    drafter: str,
+    model: ModelOptions, selection: TuneQuestions, sampling: SamplingOptions, search: SearchOptions, drafter: str,
     out: str,
-) -> None:
-    """Search the options of a drafter, and print the best ones as a --drafter.
-
-    Needs the extra `tune`: pip install 'ctc-drafters[tune]'. OUT holds the results in tune.json and the trials in
-    study.db, which optuna-dashboard draws. These are not repeated, so an interrupted command continues when it is
-    repeated. The options found are the best for these questions: measure them on others with `drafters eval`.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], the part that all trials have in common.
-        out: Folder for the results.
-    """
+) -> None:  # fmt: skip
+    """Run `drafters tune`, see `inference.commands.tune`."""
     if find_spec("optuna") is None:
         raise ValueError("drafters tune needs optuna: pip install 'ctc-drafters[tune]'")
     check_at_least(1, trials=search.trials)

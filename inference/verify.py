@@ -19,12 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.prompts import QuestionOptions
+from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
 from inference.verifier.layers import model_logits
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
 
@@ -41,41 +40,11 @@ Text = tuple[int, ...]
 TextCounts = Mapping[Text, int]  # how often each text was written
 
 
-@dataclass(frozen=True)
-class PromptOptions(QuestionOptions):
-    """The prompts that are decoded: the first turns of the benchmarks' questions."""
-
-    limit: int | None = 20
-    max_new_tokens: int | None = 128
-
-
 def verify(
-    model: ModelOptions,
-    selection: PromptOptions,
-    sampling: SamplingOptions,
-    drafter: list[str],
-    texts: int = 400,
-    text_tokens: int = 4,
-) -> None:
-    """Decode prompts with and without each drafter, and compare the answers token by token.
-
-    Greedy answers are compared with transformers' own generate, sampled ones with this project's decoding without a
-    drafter under the same seed. So are greedy ones where rows are bit-identical (in bfloat16, on most CPUs), and their
-    logits bit for bit. The exit code is 1 if such an answer or its logits differ, or an answer in float32. Without
-    bit-identical rows, tokens with almost equal logits may be exchanged in bfloat16; the logit gap shows how close
-    they were.
-
-    With a temperature, a two-sample test also compares the distribution of short texts with that of the base alone, on
-    at most four of the prompts, and says how small a bias it would have found. It alone decides about drafters that
-    sample their drafts, because these write other texts under the same seed. The exit code is 1 if it finds a
-    difference, which happens by chance in 1 % of runs.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
-            them. May be repeated.
-        texts: Number of texts of each drafter for the test with a --temperature above 0; 0 leaves it out.
-        text_tokens: Number of tokens of such a text.
-    """
+    model: ModelOptions, selection: VerifyQuestions, sampling: SamplingOptions, drafter: list[str], texts: int,
+    text_tokens: int,
+) -> None:  # fmt: skip
+    """Run `drafters verify`, see `inference.commands.verify`."""
     if min(texts, text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()

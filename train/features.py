@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.batches import collate
 from data.conversations import load_conversations
+from data.dtypes import Dtype
 from data.features import (
     BYTES_PER_ROW,
     LAST_HIDDEN,
@@ -34,7 +35,6 @@ from data.safe_text import safe_text
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
-from inference.bases import Dtype
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
@@ -99,40 +99,10 @@ def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> Non
 
 
 def features(
-    base: str,
-    files: list[str],
-    out: str,
-    template: str = "tokenizer",
-    max_length: int = 2048,
-    limit: int | None = None,
-    cache_dir: str | None = None,
-    layers: str = "-1",
-    dtype: StoreDtype = "float16",
-    base_dtype: Dtype = "float32",
-    device: str = "auto",
-    batch_size: int = 8,
-    shard_megabytes: float = 256.0,
-) -> None:
-    """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
-
-    The size of the store is printed first. A run that was interrupted continues with its first missing shard.
-
-    Args:
-        base: Folder or hub id of the base.
-        files: Conversations, the same as data.files of the training.
-        out: Folder of the store; an unfinished store of the same data in this folder is continued.
-        template: Chat template, the same as data.template of the training.
-        max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.
-        limit: Maximum number of conversations to read; all if not given.
-        cache_dir: Folder of the cache of tokenised conversations.
-        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state, which losses
-            that distil the base's distribution read.
-        dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
-        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
-        device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
-        batch_size: Conversations per forward pass of the base.
-        shard_megabytes: Size of a shard in megabytes.
-    """
+    base: str, files: list[str], out: str, template: str, max_length: int, limit: int | None, cache_dir: str | None,
+    layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, batch_size: int, shard_megabytes: float,
+) -> None:  # fmt: skip
+    """Run `drafters features`, see `train.commands.features`."""
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)
     if batch_size < 1 or shard_megabytes <= 0:

@@ -11,11 +11,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from data.dtypes import Dtype
 from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.bases import QUANTIZED_DTYPES, Dtype
+from inference.bases import QUANTIZED_DTYPES
 from inference.verifier.base import Base, base_hash, load_base, prepare_process
 from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor

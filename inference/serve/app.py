@@ -28,12 +28,13 @@ from data.files import validated
 from data.safe_text import safe_line
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
+from inference.arguments import LOWEST_TEMPERATURE
 from inference.generation import IncrementalDetokenizer
+from inference.options import SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import SamplingOptions
-from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, Sampler
+from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
 
 WARM_UP_TOKENS = 4  # the first steps of a process are slow

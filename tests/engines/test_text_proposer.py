@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.indexes import index
+from inference.commands import index
 from inference.verifier.base import BaseConfig
 from inference.vllm.served_drafter import chain_builder
 from inference.vllm.text_proposer import Followers

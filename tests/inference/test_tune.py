@@ -13,7 +13,8 @@ from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.trees.static import static_tree
 from inference import drafter_specs, tune
-from inference.tune import SearchOptions, Tuner, first_trials, read_space, shown, speed
+from inference.options import SearchOptions
+from inference.tune import Tuner, first_trials, read_space, shown, speed
 from inference.verifier.base import load_base
 from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner

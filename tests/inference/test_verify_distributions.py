@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import torch
 
+from inference.options import SamplingOptions
 from inference.verifier.base import load_base
-from inference.verifier.options import SamplingOptions
 from inference.verify import cell_counts, compare_distributions, sample_base
 from tests.inference.verifier.test_sampled_drafts import PROMPT, p_value, save_toy_base, text_distribution
 

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from inference.commands import report
 from inference.evaluate import page as pages
 from inference.evaluate import plots, tables
 from inference.evaluate.answers import Turn
-from inference.evaluate.command import report
 from inference.evaluate.conditions import DrafterConditions, RunRecord
 from inference.evaluate.intervals import Estimate
 from inference.evaluate.report import write_tables

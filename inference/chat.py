@@ -170,8 +170,8 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = user_message(text)
-        prompt = encode_messages(self.base, [*system, *self.messages, asked], self.template)
+        question = user_message(text)
+        prompt = encode_messages(self.base, [*system, *self.messages, question], self.template)
         try:
             check_prompt(self.base, prompt, self.max_new_tokens)
         except ValueError as error:
@@ -188,7 +188,7 @@ class Chat:
                     break
         self.show(detokenizer.finish() + "\n")
         answer = decode_answer(generation.tokens, self.base.tokenizer).strip()
-        self.messages += [asked, {"role": "assistant", "content": answer}]
+        self.messages += [question, {"role": "assistant", "content": answer}]
         self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._session.session.sampler)
         end = ""
         if generation.tokens[-1] not in self.base.eos:
@@ -243,7 +243,9 @@ def comparison(drafted: Generation, without_drafter: Generation, decode: Callabl
     if num_equal == len(drafted.tokens) == len(without_drafter.tokens):
         result = "the same text"
     else:
-        left, right = (decode(each.tokens[num_equal : num_equal + 1]) for each in (drafted, without_drafter))
+        left, right = (
+            decode(generation.tokens[num_equal : num_equal + 1]) for generation in (drafted, without_drafter)
+        )
         result = f"another text after {num_equal} equal tokens, {right!r} where {left!r} was written"
     return f"the base alone: {speeds[1]:.1f} tokens/s, so {speeds[0] / speeds[1]:.2f}× with the drafter; {result}"
 

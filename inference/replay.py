@@ -55,7 +55,7 @@ class RecordedRunner(Runner):
         self.cached += self._num_pending + len(path)
 
 
-class RecordedTokens(Greedy):
+class RecordedSampler(Greedy):
     """The sampler of a `RecordedRunner`, whose rows are tokens already."""
 
     def decide(self, rows: TreeLogits) -> Tensor:
@@ -64,7 +64,7 @@ class RecordedTokens(Greedy):
 
 def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], cap: int) -> Iterator[list[Step]]:
     """Decode the recorded turns in order, by the loop that decodes live, and yield the steps of each."""
-    session = Session(runner := RecordedRunner(base), drafter, RecordedTokens())
+    session = Session(runner := RecordedRunner(base), drafter, RecordedSampler())
     eos = frozenset([base.tokenizer.eos_token_id, *(tokens[-1] for _, _, tokens, ended in recorded if ended)])
     for question, prompt, tokens, ended in recorded:
         runner.text = [*prompt, *tokens]
@@ -74,11 +74,13 @@ def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], ca
         yield result.steps
 
 
-def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: str, cap: int) -> Iterator[Recording]:
+def read(
+    path: str, questions: Mapping[int, Question], base: BaseConfig, template: str, cap: int
+) -> Iterator[Recording]:
     """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
     for place, row in read_json_lines(path):
         with reading(place, "it is no recorded answer to --questions"):
-            question, choice, messages = asked[row["question_id"]], row["choices"][0], list[Message]()
+            question, choice, messages = questions[row["question_id"]], row["choices"][0], list[Message]()
             for turn, text in enumerate(choice["turns"]):
                 messages.append(user_message(question.turns[turn]))
                 prompt = encode_question(base, question, messages, template)
@@ -99,10 +101,10 @@ def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: s
 def measure(turns: Sequence[tuple[Question, list[Step]]]) -> list[float]:
     """The figures of `COLUMNS`; the first counts the prefill as a step, the others leave it out."""
     questions: dict[int, list[list[Step]]] = {}
-    for question, own in turns:
-        questions.setdefault(question.question_id, []).append(own)
-    lengths = [length for each in questions.values() if (length := acceptance_length(each)) is not None]
-    steps, later = ([step for _, own in turns for step in own[skip:]] for skip in (0, 1))
+    for question, steps_of_turn in turns:
+        questions.setdefault(question.question_id, []).append(steps_of_turn)
+    lengths = [length for texts in questions.values() if (length := acceptance_length(texts)) is not None]
+    steps, later = ([step for _, steps_of_turn in turns for step in steps_of_turn[skip:]] for skip in (0, 1))
     return [
         sum(step.emitted for step in steps) / len(steps),
         sum(step.emitted for step in later) / max(1, len(later)),
@@ -120,17 +122,17 @@ def replay(
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
     base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)
     chosen = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}
-    asked = {question.question_id: question for question in load_questions(benchmark, questions)}
-    found = list(read(answers, asked, base, template, max_new_tokens))
-    if not (recorded := [turn for turn in found if turn[2]]):
-        raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
+    by_id = {question.question_id: question for question in load_questions(benchmark, questions)}
+    recordings = list(read(answers, by_id, base, template, max_new_tokens))
+    if not (recorded := [turn for turn in recordings if turn[2]]):
+        raise ValueError(f"{answers}: none of {len(recordings)} turns can be replayed: is --tokenizer the base's?")
     table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False), [question for question, *_ in recorded]
     for heading in ("drafter", "category", "turns", *COLUMNS):
         table.add_column(heading, min_width=max(map(len, heading.split())), no_wrap=heading in ("drafter", "category"))
     for name, build in chosen.items():
         turns = list(zip(all_asked, decode(base, build(), recorded, max_new_tokens), strict=True))
         for category in ("all", *dict.fromkeys(question.category for question in all_asked)):
-            own = [turn for turn in turns if category in ("all", turn[0].category)]
-            figures = (f"{figure:.3f}" for figure in measure(own))
-            table.add_row(name if category == "all" else "", category, str(len(own)), *figures)
-    SafeConsole().print(table, f"{len(recorded)} of {len(found)} turns; tokens per forward count the prefill.")
+            rows = [turn for turn in turns if category in ("all", turn[0].category)]
+            figures = (f"{figure:.3f}" for figure in measure(rows))
+            table.add_row(name if category == "all" else "", category, str(len(rows)), *figures)
+    SafeConsole().print(table, f"{len(recorded)} of {len(recordings)} turns; tokens per forward count the prefill.")

@@ -26,7 +26,7 @@ def new_file(out: str, overwrite: bool, inputs: Iterable[str] = ()) -> Path:
     Raises ValueError if the file exists and must not be replaced, is one of the inputs, or cannot be created.
     """
     path = Path(out)
-    if path.exists() and any(Path(each).exists() and path.samefile(each) for each in inputs):
+    if path.exists() and any(Path(input_path).exists() and path.samefile(input_path) for input_path in inputs):
         raise ValueError(f"{out} is read by this command: give another name")
     if path.is_dir() or (path.exists() and not overwrite):
         raise ValueError(f"{out} is already there: give another name{'' if path.is_dir() else ', or --overwrite'}")

@@ -79,5 +79,5 @@ def _run(program: str, seconds: float) -> tuple[bool, str]:
         except subprocess.TimeoutExpired:
             return False, "it ran too long"
         output.seek(0)
-        written = output.read()
-    return written.endswith(token), written[:4000].decode("utf-8", "replace")
+        output_bytes = output.read()
+    return output_bytes.endswith(token), output_bytes[:4000].decode("utf-8", "replace")

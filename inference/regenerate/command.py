@@ -47,26 +47,26 @@ def regenerate(
     tokenizer = load_tokenizer(base_model.base)
     template = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, source, tokenizer, answers)
-    asked = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
-    own: Journal | None = None  # holds the base's own prompts until they are answered
+    identity = {"base": answerer.weights, "tokenizer": tokenizer_hash(tokenizer), "template": template}
+    prompts_journal: Journal | None = None  # holds the base's own prompts until they are answered
     if answers.own_prompts:
-        settings = asked | {name: getattr(answers, name) for name in ("own_prompts", "batch_size")}
+        settings = identity | {name: getattr(answers, name) for name in ("own_prompts", "batch_size")}
         settings["seed"] = sampling.seed
         with (
-            Journal(path.with_name(f"{path.name}.prompts"), settings, overwrite) as own,
+            Journal(path.with_name(f"{path.name}.prompts"), settings, overwrite) as prompts_journal,
             throughput_bar("prompts", answers.own_prompts) as advance,
         ):
-            conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, own, advance)
+            conversations += own_prompts(answerer, tokenizer, answers, sampling.seed, prompts_journal, advance)
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
-        Dialogue(each, tokenizer, answers.template, num_turns, number)
-        for each in conversations
+        Dialogue(conversation, tokenizer, answers.template, num_turns, number)
+        for conversation in conversations
         for number in range(answers.num_answers)
     ]
     settings = {  # everything that determines the answers
         "format": 2,
-        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
-        **asked,
+        "conversations": short_hash(json.dumps([[said.id, said.messages] for said in conversations])),
+        **identity,
         "turns": answers.turns,
         "max_new_tokens": answers.max_new_tokens,
         "max_length": answerer.max_length,
@@ -80,11 +80,11 @@ def regenerate(
             journal.delete()  # so that the next run tries all prompts again
             raise ValueError(f"no prompt was answered: {counts.dropped}")
         with atomic_write(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            for dialogue in (each for each in dialogues if each.is_cut):
+            for dialogue in (dialogue for dialogue in dialogues if dialogue.is_cut):
                 stream.write(json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n")
         journal.delete()
-    if own:
-        own.delete()
+    if prompts_journal:
+        prompts_journal.delete()
     if counts.dropped.total:
         print(safe_text(counts.dropped))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=source.server is not None)}")
@@ -131,7 +131,7 @@ def answer_all(
     as long as ``batch_size`` is the same. ``advance`` is called with the number of finished answers, the number of
     those that are new, and their tokens.
     """
-    known = {
+    recorded = {
         (turn, place): reply
         for turn, replies in journal.entries(partial(_read_batch, answerer))
         for place, reply in replies
@@ -158,14 +158,14 @@ def answer_all(
         order = sorted(requests, key=lambda place: (-len(requests[place].prompt), place))
         for first in range(0, len(order), options.batch_size):
             batch = order[first : first + options.batch_size]
-            new = [place for place in batch if (turn, place) not in known]
+            new = [place for place in batch if (turn, place) not in recorded]
             if new:
                 replies = answerer.answer([requests[place] for place in new])
                 journal.append([turn, list(zip(new, replies, strict=True))])
-                known |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
+                recorded |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
             num_tokens, num_remaining = counts.num_tokens, sum(dialogues[place].num_remaining for place in batch)
             for place in batch:
-                answerer.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
+                answerer.add(dialogues[place], requests[place].prompt, recorded.pop((turn, place)), counts)
             num_done = num_remaining - sum(dialogues[place].num_remaining for place in batch)
             advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
         turn += 1
@@ -218,20 +218,21 @@ def own_prompts(
     prompt = tokenizer(before, add_special_tokens=False).input_ids
     if (limit := min(MAX_PROMPT_TOKENS, answerer.max_length - len(prompt))) < 1:
         raise ValueError(f"max_length {answerer.max_length} leaves no room for prompts of the base's own: raise it")
-    known: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
+    replies: dict[int, Any] = dict(journal.entries(lambda entry: (int(entry[0]), list(map(answerer.read, entry[1])))))
     messages: dict[str, str] = {}
     for first in range(0, count, batch_size):
         num_new = 0
-        if first not in known:
+        if first not in replies:
             seeds = (derived_seed(seed, place) % NUM_SEEDS for place in range(first, min(first + batch_size, count)))
-            requests = [Request([], prompt, limit, replace(OWN_PROMPTS, seed=own), stop=end) for own in seeds]
-            known[first] = answerer.answer(requests)
-            journal.append([first, known[first]])
+            samplings = [replace(OWN_PROMPTS, seed=place_seed) for place_seed in seeds]
+            requests = [Request([], prompt, limit, sampling, stop=end) for sampling in samplings]
+            replies[first] = answerer.answer(requests)
+            journal.append([first, replies[first]])
             num_new = len(requests)
-        found = [_ended(reply, tokenizer, end) for reply in known[first]]
-        num_tokens = sum(len(tokenizer(text).input_ids) for text in found) if num_new else 0
-        messages |= {text.lower(): text for text in found if text}
-        advance(len(found), num_new, num_tokens)
+        texts = [_ended(reply, tokenizer, end) for reply in replies[first]]
+        num_tokens = sum(len(tokenizer(text).input_ids) for text in texts) if num_new else 0
+        messages |= {text.lower(): text for text in texts if text}
+        advance(len(texts), num_new, num_tokens)
     if not messages:
         raise ValueError(
             f"the base ends none of {count} messages within {MAX_PROMPT_TOKENS} tokens: give prompts by --files"

@@ -40,7 +40,7 @@ from inference.verifier.session import Session, check_prompt
 WARM_UP_TOKENS = 4  # the first steps of a process are slow
 MAX_BODY_BYTES = 4 << 20  # of a request: about a million tokens
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which the head of a request must arrive, and its body
-Step = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
+StepReport = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say nothing about the text
 # With these values fields that are not served ask for nothing; any other such field with false, 0 or what is empty.
 NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["repetition_penalty", "length_penalty", "best_of"], (1,))
@@ -70,9 +70,10 @@ class ChatRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def read(cls, asked: Any) -> Any:
+    def read(cls, request: Any) -> Any:
         """Let null stand for a field's default, and a text for a list of one stop string; refuse what is not served."""
-        given = {name: value for name, value in asked.items() if value is not None} if isinstance(asked, dict) else {}
+        fields = request.items() if isinstance(request, dict) else ()
+        given = {name: value for name, value in fields if value is not None}
         if "max_tokens" not in given:
             given["max_tokens"] = given.pop("max_completion_tokens", None)
         others = [name for name in given if name not in cls.model_fields and name not in LABELS]
@@ -102,25 +103,25 @@ class Decoder:
         self._thread, warm_up = ThreadPoolExecutor(1, "decoding"), Session(self.runner, self.drafter).run
         self._thread.submit(warm_up, [min(base.eos, default=0)], WARM_UP_TOKENS).result()
 
-    def encode(self, asked: ChatRequest) -> list[int]:
+    def encode(self, request: ChatRequest) -> list[int]:
         """Return the prompt of a request; raises ValueError if the messages or the options do not fit."""
-        asked.sampler()
-        if (num_new_tokens := asked.max_tokens or self.max_tokens) > self.max_tokens:
+        request.sampler()
+        if (num_new_tokens := request.max_tokens or self.max_tokens) > self.max_tokens:
             raise ValueError(f"max_tokens must be at most {self.max_tokens} on this server")
-        messages, tools = parse_chat(asked.messages, asked.tools if asked.tool_choice != "none" else [])
+        messages, tools = parse_chat(request.messages, request.tools if request.tool_choice != "none" else [])
         prompt = encode_messages(self.base, messages, self.template, tools)
         if tools and prompt == encode_messages(self.base, messages, self.template):
             raise ValueError("the chat template of this base ignores tools: leave them out")
         check_prompt(self.base, prompt, num_new_tokens)
         return prompt
 
-    async def answer(self, asked: ChatRequest, prompt: list[int]) -> AsyncGenerator[Step, None]:
+    async def answer(self, request: ChatRequest, prompt: list[int]) -> AsyncGenerator[StepReport, None]:
         """Yield the steps of an answer. Closing the generator ends decoding after the running step."""
         # A queue, so that a client that reads slowly delays no other one.
         steps, is_closed, loop = asyncio.Queue[Any](), threading.Event(), asyncio.get_running_loop()
 
         def decode() -> None:
-            for step in self.steps(asked, prompt):
+            for step in self.steps(request, prompt):
                 loop.call_soon_threadsafe(steps.put_nowait, step)
                 if is_closed.is_set():
                     return
@@ -135,22 +136,22 @@ class Decoder:
             is_closed.set()
             job.cancel()
 
-    def steps(self, asked: ChatRequest, prompt: list[int]) -> Iterator[Step]:
+    def steps(self, request: ChatRequest, prompt: list[int]) -> Iterator[StepReport]:
         """Decode an answer step by step."""
         self.drafter.reset()
-        session = Session(self.runner, self.drafter if asked.use_drafter else NoDrafter(), asked.sampler())
-        num_new_tokens, eos = asked.max_tokens or self.max_tokens, self.base.eos
-        written, end = AnswerText(self.base.tokenizer, asked.stop), session.end_of(prompt, num_new_tokens)
+        session = Session(self.runner, self.drafter if request.use_drafter else NoDrafter(), request.sampler())
+        num_new_tokens, eos = request.max_tokens or self.max_tokens, self.base.eos
+        answer, end = AnswerText(self.base.tokenizer, request.stop), session.end_of(prompt, num_new_tokens)
         for emitted, cost in session.decode(prompt, num_new_tokens, eos):
             text, drafted, is_last = "", "", emitted[-1] in eos or len(session.seq) >= end
             for count, token in enumerate(emitted, 1):
-                text += written.add(token, is_last and count == len(emitted))
+                text += answer.add(token, is_last and count == len(emitted))
                 drafted = text if count <= cost.accepted else drafted
-                if written.is_stopped:
+                if answer.is_stopped:
                     break
-            step: Step = {
+            step: StepReport = {
                 "text": text,
-                "finish_reason": "stop" if written.is_stopped or token in eos else "length" if is_last else None,
+                "finish_reason": "stop" if answer.is_stopped or token in eos else "length" if is_last else None,
                 "num_accepted_characters": len(drafted),
                 "num_tokens": count,
                 "num_accepted": (num_accepted := min(cost.accepted, count)),
@@ -158,12 +159,12 @@ class Decoder:
                 "num_fed": cost.fed,
                 "seconds": sum(cost.seconds),
             }
-            if asked.include_steps:
+            if request.include_steps:
                 tree, path = session.last.tree, session.last.path[:count]
                 step |= {"parents": list(tree.parents), "num_scratch": tree.num_scratch, "path": path}
                 step["tokens"] = [token_text(self.base.tokenizer, token) for token in tree.tokens]
             yield step
-            if written.is_stopped:
+            if answer.is_stopped:
                 return
 
 
@@ -177,11 +178,11 @@ class AnswerText:
     def add(self, token: int, is_last: bool) -> str:
         """Add a token, and return the text that has become final."""
         text = self._held + self._detokenizer.add([token]) + (self._detokenizer.finish() if is_last else "")
-        found = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
+        matches = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         begun = (size for stop in self.stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        shown = min(found)[1] if found else len(text) - (0 if is_last else max(begun, default=0))
-        self.is_stopped, self._held = bool(found), text[shown:]
-        return text[:shown]
+        end = min(matches)[1] if matches else len(text) - (0 if is_last else max(begun, default=0))
+        self.is_stopped, self._held = bool(matches), text[end:]
+        return text[:end]
 
 
 def token_text(tokenizer: Any, token: int) -> str:
@@ -219,25 +220,25 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: lis
         try:
             body = await asyncio.wait_for(read_body(request), BODY_SECONDS)
             async with reading:
-                asked = await asyncio.to_thread(validated, ChatRequest, body)
-                if asked.model != name:
+                chat_request = await asyncio.to_thread(validated, ChatRequest, body)
+                if chat_request.model != name:
                     raise HTTPException(404, f"there is no such model: {name} is served")
-                prompt = await asyncio.to_thread(decoder.encode, asked)
+                prompt = await asyncio.to_thread(decoder.encode, chat_request)
         except (ValueError, ClientDisconnect, asyncio.TimeoutError) as error:
             raise HTTPException(400, str(error) or f"no whole body within {BODY_SECONDS:g} seconds") from error
         head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": int(time.time()), "model": name}
-        steps = decoder.answer(asked, prompt)
-        if asked.stream:
-            return StreamingResponse(stream(steps, asked, head, len(prompt)), media_type="text/event-stream")
-        written = []
+        steps = decoder.answer(chat_request, prompt)
+        if chat_request.stream:
+            return StreamingResponse(stream(steps, chat_request, head, len(prompt)), media_type="text/event-stream")
+        done_steps = []
         async with aclosing(steps):
             async for step in steps:
-                written.append(step)
+                done_steps.append(step)
                 if await request.is_disconnected():
                     return Response(status_code=499)  # as nginx logs it; nobody reads this reply
-        message = {"role": "assistant", "content": "".join(step["text"] for step in written)}
-        choice = {"index": 0, "message": message, "finish_reason": written[-1]["finish_reason"]}
-        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(written, len(prompt))}
+        message = {"role": "assistant", "content": "".join(step["text"] for step in done_steps)}
+        choice = {"index": 0, "message": message, "finish_reason": done_steps[-1]["finish_reason"]}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(done_steps, len(prompt))}
         return ChatCompletion.model_validate(whole).model_dump(exclude_unset=True)
 
     app.mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True))
@@ -277,35 +278,36 @@ async def read_body(request: Request) -> bytes:
 
 
 async def stream(
-    steps: AsyncGenerator[Step, None], asked: ChatRequest, head: dict[str, Any], num_read: int
+    steps: AsyncGenerator[StepReport, None], request: ChatRequest, head: dict[str, Any], num_read: int
 ) -> AsyncIterator[str]:
     """An answer as server-sent events; an error is an event, too."""
 
     def event(*choices: dict[str, Any], **more: Any) -> str:
-        chunk = {**head, "object": "chat.completion.chunk", "choices": [{"index": 0, **each} for each in choices]}
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [{"index": 0, **choice} for choice in choices]}
         return f"data: {ChatCompletionChunk.model_validate(chunk | more).model_dump_json(exclude_unset=True)}\n\n"
 
-    written: list[Step] = []
+    done_steps: list[StepReport] = []
     async with aclosing(steps):
         try:
             async for step in steps:
-                role, shown = {} if written else {"role": "assistant"}, {"steps": [step]} if asked.include_steps else {}
-                yield event({"delta": role | {"content": step["text"]}, "finish_reason": None, **shown})
-                written.append(step)
+                role = {} if done_steps else {"role": "assistant"}
+                details = {"steps": [step]} if request.include_steps else {}
+                yield event({"delta": role | {"content": step["text"]}, "finish_reason": None, **details})
+                done_steps.append(step)
         except Exception:
             yield f"data: {bytes(refusal(500, 'decoding failed, see the log of the server').body).decode()}\n\n"
             raise
-    yield event({"delta": {}, "finish_reason": written[-1]["finish_reason"]})
-    if asked.stream_options.get("include_usage"):
-        yield event(usage=usage(written, num_read))
+    yield event({"delta": {}, "finish_reason": done_steps[-1]["finish_reason"]})
+    if request.stream_options.get("include_usage"):
+        yield event(usage=usage(done_steps, num_read))
     yield "data: [DONE]\n\n"
 
 
-def usage(steps: list[Step], num_read: int) -> dict[str, Any]:
+def usage(steps: list[StepReport], num_read: int) -> dict[str, Any]:
     """What an answer cost, with the numbers of draft tokens that were accepted and rejected."""
-    written, *drafted = (sum(step[f"num_{name}"] for step in steps) for name in ("tokens", "accepted", "rejected"))
+    num_written, *drafted = (sum(step[f"num_{name}"] for step in steps) for name in ("tokens", "accepted", "rejected"))
     details = dict(zip(("accepted_prediction_tokens", "rejected_prediction_tokens"), drafted, strict=True))
-    counts = {"prompt_tokens": num_read, "completion_tokens": written, "total_tokens": num_read + written}
+    counts = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
     return counts | {"completion_tokens_details": details}
 
 

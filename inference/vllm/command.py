@@ -69,14 +69,18 @@ def make_launch(
 def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
-    if own := served_drafter.read_own_method(spec):
-        if not (name := base or own.base_name):
+    if export := served_drafter.read_own_method(spec):
+        if not (name := base or export.base_name):
             raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
         served = _read_base(name)
-        own.check_fit(served.name, served.shape)
-        num_tokens = num_tokens or own.num_tokens or DEFAULT_CHAIN
-        own.check_chain(num_tokens)
-        return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
+        export.check_fit(served.name, served.shape)
+        num_tokens = num_tokens or export.num_tokens or DEFAULT_CHAIN
+        export.check_chain(num_tokens)
+        return (
+            served,
+            {"method": export.method, "model": str(export.folder), "num_speculative_tokens": num_tokens},
+            False,
+        )
     parts = drafter_specs.split(spec)
     if parts.registration.learned_class:
         served = _read_base(base or checkpoint.read_config(drafter_specs.drafter_folder(parts.file or "")).base_name)

@@ -68,13 +68,13 @@ def groups(lengths: list[int], max_positions: int) -> list[list[int]]:
     >>> groups([3, 100, 5, 4], max_positions=15)
     [[0, 3, 2], [1]]
     """
-    found: list[list[int]] = []
+    divided: list[list[int]] = []
     for text in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if found and (len(found[-1]) + 1) * lengths[text] <= max_positions:
-            found[-1].append(text)
+        if divided and (len(divided[-1]) + 1) * lengths[text] <= max_positions:
+            divided[-1].append(text)
         else:
-            found.append([text])
-    return found
+            divided.append([text])
+    return divided
 
 
 class SlotCache:
@@ -177,9 +177,9 @@ class ParallelProposer(Proposer):
         if self.vllm_config.cache_config.num_gpu_blocks is None:  # a forward that only measures memory
             return last
         cache = self._reserved()  # also by a forward that warms up a GPU, so that it does not fail at a request
-        if not (found := get_forward_context().attn_metadata):
+        if not (metadata_of_layers := get_forward_context().attn_metadata):
             return last
-        metadata, *others = {id(each): each for each in found.values()}.values()
+        metadata, *others = {id(kind): kind for kind in metadata_of_layers.values()}.values()
         if others:  # as where some layers have windows
             raise ValueError("vLLM keeps this base's layers in several KV cache groups: the drafter cannot follow them")
         num_fed = metadata.num_actual_tokens

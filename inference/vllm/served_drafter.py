@@ -40,14 +40,14 @@ def spec_of(drafter: str) -> str:
 
     Raises ValueError if it is a path without an exported drafter.
     """
-    found = drafter_specs.drafter_folder(drafter)
-    if not found.is_dir():
+    folder = drafter_specs.drafter_folder(drafter)
+    if not folder.is_dir():
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
         return drafter
-    if own := _read(found):
-        return f"{own.method}={found}"
-    return f"{drafter_specs.name_of(checkpoint.read_config(found))}={drafter}"
+    if export := _read(folder):
+        return f"{export.method}={folder}"
+    return f"{drafter_specs.name_of(checkpoint.read_config(folder))}={drafter}"
 
 
 def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, DrafterConfig]:
@@ -120,15 +120,15 @@ class OwnMethod:
             raise ValueError(
                 f"{self.folder} has {self.num_tokens} heads, which draft at most as many tokens, not {num_tokens}"
             )
-        if found := [part for part in NAMES_OF_OTHERS if part in str(self.folder).lower()]:
-            raise ValueError(f"vLLM takes a path with {found[0]!r} for another method: rename or move {self.folder}")
+        if parts := [part for part in NAMES_OF_OTHERS if part in str(self.folder).lower()]:
+            raise ValueError(f"vLLM takes a path with {parts[0]!r} for another method: rename or move {self.folder}")
 
     def check_fit(self, name: str, shape: BaseShape) -> None:
         """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
         problems = [
-            f"was trained for a base with {size} {own}, but {name} has {getattr(shape, size)}"
-            for size, own in self.sizes.items()
-            if own != getattr(shape, size)
+            f"was trained for a base with {size} {number}, but {name} has {getattr(shape, size)}"
+            for size, number in self.sizes.items()
+            if number != getattr(shape, size)
         ]
         if self.last_fused_layer > shape.num_layers:
             problems.append(f"reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}")
@@ -142,14 +142,14 @@ def read_own_method(spec: str) -> OwnMethod | None:
     Raises ValueError if it is another method than the spec names, the spec has options, or a file is damaged.
     """
     name, folder, options = drafter_specs.split(spec)
-    if name not in METHODS or not folder or (found := _read(drafter_specs.drafter_folder(folder))) is None:
+    if name not in METHODS or not folder or (export := _read(drafter_specs.drafter_folder(folder))) is None:
         return None
-    if found.method != name:
-        raise ValueError(f"{folder} holds a drafter for vLLM's method {found.method}, not {name}")
+    if export.method != name:
+        raise ValueError(f"{folder} holds a drafter for vLLM's method {export.method}, not {name}")
     if options:
         raise ValueError(f"{folder} is in vLLM's own format, which has no options: leave out {options}")
-    check_files(found.folder)
-    return found
+    check_files(export.folder)
+    return export
 
 
 def _read(folder: Path) -> OwnMethod | None:

@@ -11,7 +11,7 @@ from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from inference import drafter_specs
 from inference.commands import replay
-from inference.replay import NOT_RECORDED, RecordedRunner, RecordedTokens, decode, measure, read
+from inference.replay import NOT_RECORDED, RecordedRunner, RecordedSampler, decode, measure, read
 from inference.verifier.base import BaseConfig
 from inference.verifier.session import Session, Step
 from tests.conftest import refusal
@@ -96,7 +96,7 @@ def test_rows_off_the_recorded_text_hold_no_token(recorded_base):
     runner.reset()
     rows = runner.forward([1], tree, RequiredOutputs())
     assert rows.logits.tolist() == [[5], [6], [NOT_RECORDED], [7], [NOT_RECORDED], [NOT_RECORDED], [NOT_RECORDED]]
-    assert RecordedTokens().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
+    assert RecordedSampler().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
     runner.commit([0, 2])
     assert runner.cached == 3
 

@@ -223,7 +223,7 @@ class SearchOptions:
 
     Args:
         space: An option and its values: NAME=4,8,16, NAME=2..6 or NAME=0.0..0.1; may be repeated. `file` varies the
-            FILE of NAME=FILE, `static` the size of Medusa's static tree, `skips` (alone) self_speculative's sublayers.
+            FILE of NAME=FILE, `skips` (alone) the sublayers that self_speculative leaves out.
         sampler: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
         trials: Maximum number of combinations to try.
         objective: What is maximised: the speed-up over the base alone, tokens per second, or acceptance length.

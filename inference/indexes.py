@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.progress import TaskProgressColumn
@@ -31,9 +31,8 @@ Advance = Callable[[int], object]
 
 
 def index(
-    kind: Literal["corpus", "datastore"], out: str, tokenizer: str, files: list[str], min_count: int, top: int,
-    depth: int, overwrite: bool,
-) -> None:  # fmt: skip
+    kind: str, out: str, tokenizer: str, files: list[str], min_count: int, top: int, depth: int, overwrite: bool
+) -> None:
     """Run `drafters index`, see `inference.commands.index`."""
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)

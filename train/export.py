@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,14 +19,12 @@ from train.checkpoints import read_checkpoint
 from train.formats import vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-ExportFormat = Literal["drafters", "vllm"]
-ExportedDtype = Literal["bfloat16", "float16", "float32"]
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(
-    ckpt: str, out: str, base: str | None, overwrite: bool, format: ExportFormat, mask_token_id: int | None,
-    dtype: ExportedDtype | None, push: str | None, public: bool, license: str | None, results: list[str] | None,
+    ckpt: str, out: str, base: str | None, overwrite: bool, format: str, mask_token_id: int | None,
+    dtype: str | None, push: str | None, public: bool, license: str | None, results: list[str] | None,
 ) -> None:  # fmt: skip
     """Run `drafters export`, see `train.commands.export`."""
     folder = Path(out)

@@ -16,7 +16,7 @@ NUM_STEPS = 2
 SMALL = {"num_anchors": 6}
 CTC = lossless.CTC | SMALL
 RECIPES = {
-    "ctc": (drafters.CTC, CTC | {"distillation": 0.5, "distillation_steps": 4}),
+    "ctc": (drafters.CTC, CTC | {"distillation": 0.5}),
     "ctc, the paper's loss": (drafters.CTC, CTC | {"objective": "ctc", "causal": True}),
     "ctc, bias and distillation": (
         drafters.CTC,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ResultTable, alternate, main, show
+from data.dtypes import Dtype
 from inference import drafter_specs
-from inference.bases import Dtype
-from inference.prompts import QuestionOptions
+from inference.options import QuestionOptions
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner
 from inference.verifier.session import Session

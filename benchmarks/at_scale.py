@@ -24,7 +24,7 @@ from inference import drafter_specs
 from inference.evaluate.answers import Answer, comparable, decode_steps, median_answers
 from inference.evaluate.figures import acceptance_length, first_difference, summarise
 from inference.evaluate.own_loop import answer_questions
-from inference.prompts import QuestionOptions
+from inference.options import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner

@@ -31,7 +31,7 @@ from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, base_hash
 from train import lightning_cli
 from train.checkpoints import read_checkpoint
-from train.export import export
+from train.commands import export
 from train.resume import EXIT_CODES
 from train.validation import draft_answer, simulated_steps
 

@@ -10,11 +10,12 @@ from operator import eq
 from benchmarks.harness import ResultTable, main, show
 from data.benchmarks import Question
 from data.benchmarks.texts import bleu_and_chrf, rouge
+from data.dtypes import Dtype
 from drafters.protocol import RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel
-from inference import drafter_specs
-from inference.bases import Dtype
-from inference.prompts import BenchmarkPrompts, QuestionOptions
+from inference import drafter_specs, model_drafters
+from inference.options import QuestionOptions
+from inference.prompts import BenchmarkPrompts
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import make_runner
@@ -119,7 +120,7 @@ def matches(base: Base, draft_model: str, asked: Asked, num_draft: int, max_new_
     table = ResultTable("Matches of drafts (Ouroboros, Table 1)", ["benchmark", "#Match", "#Accept"])
     for name, own in asked.items():
         runner = make_runner(base)
-        drafter = Matches(DraftModelSession(drafter_specs.model_runner(draft_model, base)), num_draft)
+        drafter = Matches(DraftModelSession(model_drafters.model_runner(draft_model, base)), num_draft)
         for prompt in own.prompts:
             Session(runner, drafter).run(prompt, max_new_tokens, base.eos)
         if not drafter.num_drafts:

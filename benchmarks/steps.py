@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
+from data.dtypes import Dtype
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.bases import Dtype
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.compiled import NUM_ROWS, make_runner
 from inference.verifier.runner import Runner

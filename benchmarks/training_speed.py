@@ -15,9 +15,9 @@ import yaml
 import drafters
 from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show
 from benchmarks.recipes import grouped
+from data.dtypes import Dtype
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from inference.bases import Dtype
 from inference.verifier.base import Base, resolve_device
 from train.cli import find_config
 from train.features import compute_features
@@ -93,8 +93,7 @@ class TrainingStep:
         return peak, estimate
 
     def _batch(self) -> TrainingBatch:
-        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids)
-        return TrainingBatch(hidden, last, self.ids, labels, self.mask)
+        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids, self.mask)
 
     def _train(self, drafter: LearnedDrafter, batch: TrainingBatch, weights: BaseWeights) -> None:
         with torch.autocast(self.ids.device.type, self.autocast, enabled=self.autocast is not None):

@@ -167,15 +167,7 @@ def parse(
         system = {"role": "system", "content": prompt}
     while turns and turns[0][0]["role"] == "assistant":
         turns.pop(0)
-    if not any(message["role"] == "assistant" for message, _ in turns) and (requires_answers or not turns):
-        raise ValueError(f"no {'assistant turn after a ' if requires_answers else ''}user turn")
-    last = ""
-    for message, _ in turns:
-        if message["role"] not in FOLLOWING[last].split():
-            raise ValueError("user and assistant do not alternate, or a call of a tool and its result")
-        last = message["role"] if message["role"] != "assistant" else "call" if "tool_calls" in message else "answer"
-        if last == "answer" and requires_answers and not message["content"].strip():
-            raise ValueError("an assistant turn is empty")
+    _check_order([message for message, _ in turns], requires_answers)
     first = [system] if system else []
     messages = (*first, *(message for message, _ in turns))
     tools, name = _tools(columns.get("tools")), record.get("id")
@@ -190,12 +182,24 @@ def parse(
     )
     check_encodable([conversation.id, messages, tools])
     if unread is not None:
-        said = {message["content"] for message in messages}
-        for name in record.keys() - NOT_READ:
-            value = record[name]
-            if value and isinstance(value, str | list | dict) and not (isinstance(value, str) and value in said):
-                unread[name] += 1
+        texts = {message["content"] for message in messages}
+        left = {name: value for name, value in record.items() if value and name not in NOT_READ}
+        unread.update(name for name, value in left.items() if isinstance(value, list | dict))
+        unread.update(name for name, value in left.items() if isinstance(value, str) and value not in texts)
     return conversation
+
+
+def _check_order(messages: Sequence[Message], requires_answers: bool) -> None:
+    """Raise ValueError if users, assistant and tools do not take turns, or an answer is missing."""
+    if not any(message["role"] == "assistant" for message in messages) and (requires_answers or not messages):
+        raise ValueError(f"no {'assistant turn after a ' if requires_answers else ''}user turn")
+    last = ""
+    for message in messages:
+        if message["role"] not in FOLLOWING[last].split():
+            raise ValueError("user and assistant do not alternate, or a call of a tool and its result")
+        last = message["role"] if message["role"] != "assistant" else "call" if "tool_calls" in message else "answer"
+        if last == "answer" and requires_answers and not message["content"].strip():
+            raise ValueError("an assistant turn is empty")
 
 
 def parse_chat(turns: Sequence, tools: Sequence) -> tuple[list[Message], tuple[dict[str, Any], ...]]:

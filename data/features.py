@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
+from data.dtypes import StoreDtype
 from data.files import DiskError, atomic_write, checksum, hash_of, read_json, reading, validated, write_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ AGAIN = "write the store again with `drafters features`"
 LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
 KEY_BYTES = 16
 BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
-StoreDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)

@@ -366,19 +366,8 @@ def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTo
     return text
 
 
-def show_mask(
-    tokenizer: str, files: list[str], template: str = "tokenizer", max_length: int = 2048, limit: int = 2
-) -> None:
-    """Print conversations and show in green the tokens on which the loss is computed.
-
-    Args:
-        tokenizer: Folder or hub id of the base or of its tokenizer.
-        files: Conversations, as data.files of a training, such as chats.json or embedded.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
-            tokenizer:thinking=on or tokenizer:thinking=off sets.
-        max_length: Maximum number of tokens of a conversation; the rest is cut off.
-        limit: Number of conversations to print.
-    """
+def show_mask(tokenizer: str, files: list[str], template: str, max_length: int, limit: int) -> None:
+    """Run `drafters show-mask`, see `train.commands.show_mask`."""
     loaded = load_tokenizer(tokenizer)
     conversations, dropped = load_conversations(files, limit)
     console = SafeConsole()

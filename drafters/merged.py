@@ -112,7 +112,7 @@ class Merged(Drafter):
     must give a probability for each node of its trees. It should draft about three times as many nodes as the merged
     tree takes, since some that it finds improbable are those of n-grams too. The options ``num_nodes`` and
     ``min_probability`` of the joint drafter do not matter here; those of the merged tree are those of the command line
-    (`inference.drafter_specs.merged`). Raises ValueError if one is out of range, or the learned drafter samples its
+    (`inference.model_drafters.merged`). Raises ValueError if one is out of range, or the learned drafter samples its
     drafts.
     """
 

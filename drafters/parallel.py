@@ -204,10 +204,7 @@ class ParallelDrafter(CachingDrafter):
         else:
             masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
             frames = torch.cat([root, masked], dim=-2)
-        if self.lookup is None:
-            return frames
-        assert roots.passages is not None, "the drafter reads passages, and the roots have none"
-        return frames + self.lookup(roots.passages, embedding).to(frames.dtype)
+        return frames if roots.passages is None else frames + roots.passages.additions(embedding).to(frames.dtype)
 
     def _mask(self, roots: Roots, context: Context, window: int | None = None) -> AnchorMask:
         """What the frames of some roots may attend to, by default in the drafter's own window."""
@@ -243,10 +240,8 @@ class ParallelDrafter(CachingDrafter):
         depth = self.num_frames if is_chain else min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
         trees = self.search(candidates, search_limits)
-        if self.copies:
-            assert self.lookup is not None and roots.passages is not None, "the passages to be copied were not given"
-            shares = self.lookup.copy_logits(roots.passages, frames).sigmoid()
-            trees = with_passages(trees, roots.passages.tokens.flatten(0, 1), shares, search_limits)
+        if self.copies and roots.passages is not None:
+            trees = with_passages(trees, roots.passages, frames, search_limits)
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
@@ -274,10 +269,8 @@ class ParallelDrafter(CachingDrafter):
             deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, num_labels)
             teacher, teacher_valid = (part.flatten(0, 1) for part in deciding)
         copied, copy_logits = None, None
-        if self.copies:
-            assert self.lookup is not None and roots.passages is not None, "a lookup finds what is copied"
-            copied = roots.passages.begin_with(labels)
-            copy_logits = self.lookup.copy_logits(roots.passages, frames)
+        if self.copies and roots.passages is not None:
+            copied, copy_logits = roots.passages.begin_with(labels), roots.passages.copy_logits(frames)
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
         left, right = None, None
         if self.markov is not None:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from data.safe_text import safe_line
 
 T = TypeVar("T", bound=Callable[..., Any])
+LOWEST_TEMPERATURE = 1e-5  # of sampling: lower ones decode greedily
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -19,7 +20,7 @@ def plain(value: Any) -> Any:
     """Return the numbers and arrays of numpy and torch as Python's own, also those in a list or a tuple."""
     if hasattr(value, "dtype") and hasattr(value, "tolist"):
         return value.tolist()
-    return [plain(each) for each in value] if type(value) in (list, tuple) else value
+    return [plain(item) for item in value] if type(value) in (list, tuple) else value
 
 
 def must_be(name: str, expected: str, value: object) -> ValueError:
@@ -35,26 +36,26 @@ def checks_arguments(function: T) -> T:
     if isinstance(function, type):
         function.__init__ = checks_arguments(function.__init__)  # type: ignore[misc]
         return function
-    own = signature(function)
-    known = {name: each for name, each in own.parameters.items() if name != "self"}
+    signed = signature(function)
+    parameters = {name: parameter for name, parameter in signed.parameters.items() if name != "self"}
 
     @cache
     def adapters() -> dict[str, TypeAdapter[Any]]:
         hints = get_type_hints(function, include_extras=True)
-        return {name: TypeAdapter(hints[name], config=STRICT) for name in known if hints[name] is not Any}
+        return {name: TypeAdapter(hints[name], config=STRICT) for name in parameters if hints[name] is not Any}
 
     @wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
-        for name in (name for name in options if name not in known):
-            raise ValueError(f"there is no option {name}: did you mean {get_close_matches(name, known, 1, 0)[0]}?")
-        bound = own.bind(*arguments, **options)
+        for name in (name for name in options if name not in parameters):
+            raise ValueError(f"there is no option {name}: did you mean {get_close_matches(name, parameters, 1, 0)[0]}?")
+        bound = signed.bind(*arguments, **options)
         for name in (name for name in adapters() if name in bound.arguments):
-            value, default = plain(bound.arguments[name]), known[name].default
-            value = default if value is None and default is not known[name].empty else value
+            value, default = plain(bound.arguments[name]), parameters[name].default
+            value = default if value is None and default is not parameters[name].empty else value
             try:
                 bound.arguments[name] = adapters()[name].validate_python(value)
             except ValidationError as error:
-                messages = [each["msg"].removeprefix("Input should be ") for each in error.errors()]
+                messages = [details["msg"].removeprefix("Input should be ") for details in error.errors()]
                 raise must_be(name, " or ".join(dict.fromkeys(messages)), value) from error
         return function(*bound.args, **bound.kwargs)
 

@@ -6,11 +6,12 @@ import sys
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from data.dtypes import Dtype
 from data.files import cause_of, check_files, reading
 from data.gguf import check_gguf, is_gguf, load_gguf
 from data.hub import find_base, load_pretrained
@@ -18,7 +19,6 @@ from data.hub import find_base, load_pretrained
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"
 
 

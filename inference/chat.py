@@ -18,10 +18,10 @@ from data.templates import decode_answer
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
+from inference.options import ModelOptions, SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt, common_prefix
@@ -129,7 +129,7 @@ class Chat:
             case "drafter" if text:
                 self.drafter, self._session = drafter_specs.label(text), self._build(text)
             case "drafter":
-                raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.known()}")
+                raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.usages()}")
             case "compare" if self.last_answer:
                 self._compare_with_base(self.last_answer)
             case "compare":
@@ -271,24 +271,9 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def chat(
-    model: ModelOptions,
-    sampling: SamplingOptions,
-    drafter: str = "joint",
-    system: str = "",
-    max_new_tokens: int = 512,
-    template: str = "tokenizer",
+    model: ModelOptions, sampling: SamplingOptions, drafter: str, system: str, max_new_tokens: int, template: str
 ) -> None:
-    """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
-
-    In the chat, /help lists the commands: /drafter changes the drafter, /compare decodes an answer again without it.
-    Questions may also come from a pipe, one per line.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
-        system: System message before the first turn; empty for none.
-        max_new_tokens: Maximum number of tokens of an answer.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
-    """
+    """Run `drafters chat`, see `inference.commands.chat`."""
     console = SafeConsole(highlight=False)
     base = model.load(may_compile=True)
     conversation = Chat(base, console, drafter, template, system, max_new_tokens, sampling, model.compile)

@@ -18,10 +18,10 @@ from data.files import check_encodable, reading
 from data.templates import encode_prompt
 from inference.arguments import checks_arguments, must_be, plain
 from inference.drafter_specs import AnyDrafter, make
+from inference.options import SamplingOptions
 from inference.verifier.base import Base
 from inference.verifier.check import check_config, model_state
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
@@ -133,21 +133,14 @@ def generate(
     base = chosen.wrap(base)
     encoded = [_encode(prompt, base, chosen) for prompt in _listed(prompts)]
     samplers, eos = [chosen.sampler_of(index) for index in range(len(encoded))], chosen.end_tokens(base)
+    generated = []
     with acquire_runner(base, chosen.compile) as runner:
         built = make(drafter, runner)
-        generations = [
-            Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
-            for prompt, sampler in zip(encoded, samplers, strict=True)
-        ]
-    return [
-        Generated(
-            IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True),
-            generation.tokens,
-            generation.steps,
-            generation.seconds,
-        )
-        for generation in generations
-    ]
+        for prompt, sampler in zip(encoded, samplers, strict=True):
+            generation = Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
+            text = IncrementalDetokenizer(base.tokenizer).add(generation.tokens, is_last=True)
+            generated.append(Generated(text, generation.tokens, generation.steps, generation.seconds))
+    return generated
 
 
 def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "anpd", **options: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.progress import TaskProgressColumn
@@ -31,35 +31,9 @@ Advance = Callable[[int], object]
 
 
 def index(
-    kind: Literal["corpus", "datastore"],
-    out: str,
-    tokenizer: str,
-    files: list[str],
-    min_count: int = 6,
-    top: int = 20,
-    depth: int = 32,
-    overwrite: bool = False,
+    kind: str, out: str, tokenizer: str, files: list[str], min_count: int, top: int, depth: int, overwrite: bool
 ) -> None:
-    """Index texts for drafters: a corpus for self_draft, joint and corpus, a datastore for rest.
-
-    A corpus counts which four tokens follow each sequence of one to four tokens. A datastore sorts the texts by their
-    tokens; it takes 14 bytes per token (16 with more than 65,535 token ids). Both take about 50 bytes of memory per
-    token while they are built.
-
-    A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
-    conversations, each part is a document. In other files, blank lines separate documents. No n-gram, match or draft
-    crosses the end of a document.
-
-    Args:
-        kind: What is built: corpus or datastore.
-        out: File to write.
-        tokenizer: Folder or hub id of the base, or of its tokenizer.
-        files: Text files, or records as .jsonl or .json, also compressed as .gz. May be repeated.
-        min_count: Leave n-grams out of a corpus that occur less often.
-        top: Maximum number of n-grams of a corpus for each context.
-        depth: Number of tokens by which a datastore is sorted; rest's longest match and draft together.
-        overwrite: Replace an existing file.
-    """
+    """Run `drafters index`, see `inference.commands.index`."""
     check_at_least(1, min_count=min_count, top=top)
     check_depth(depth)
     path = new_file(out, overwrite, files)

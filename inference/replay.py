@@ -120,25 +120,10 @@ def measure(turns: Sequence[tuple[Question, list[Step]]]) -> dict[str, float | N
 
 
 def replay(
-    answers: str,
-    questions: str,
-    tokenizer: str,
-    drafter: list[str],
-    template: str = "vicuna_v1.1",
-    benchmark: str = "mt_bench",
-    max_new_tokens: int = 512,
-) -> None:
-    """Measure drafters that read only tokens on recorded greedy answers. The steps are exactly those of live decoding.
-
-    Args:
-        answers: JSONL file of recorded greedy answers, in FastChat's form or as drafters eval writes them.
-        questions: File of the questions that were answered.
-        tokenizer: Folder of the tokenizer of the base that answered.
-        drafter: none, anpd, prompt_lookup or another drafter that reads only tokens; may be repeated.
-        template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
-        benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
-        max_new_tokens: Maximum number of tokens of a turn in the recording.
-    """
+    answers: str, questions: str, tokenizer: str, drafter: list[str], template: str, benchmark: str,
+    max_new_tokens: int,
+) -> None:  # fmt: skip
+    """Run `drafters replay`, see `inference.commands.replay`."""
     import pandas
 
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})

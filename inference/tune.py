@@ -8,34 +8,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from data.benchmarks import Question
 from data.files import short_hash, write_text
 from data.hub import find_base
 from data.safe_text import SafeConsole
-from drafters import Medusa
 from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
-from drafters.trees.static import static_tree
 from inference import drafter_specs
 from inference.evaluate.answers import Answer
 from inference.evaluate.figures import summarise
 from inference.evaluate.intervals import quotient
 from inference.evaluate.own_loop import answer_questions
-from inference.prompts import QuestionOptions, encode_first_prompt
+from inference.options import ModelOptions, SamplingOptions, SearchOptions, TuneQuestions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session
@@ -45,62 +40,19 @@ if TYPE_CHECKING:
     from optuna.storages import RDBStorage
 
 RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
-FILE, STATIC, SKIPS = "file", "static", "skips"  # options of --space that are no plain option of the drafter
-OWNERS = {STATIC: "medusa", SKIPS: "self_speculative"}  # the only drafters that have them
+FILE, SKIPS = "file", "skips"  # options of --space that are no plain option of the drafter
 DRAFTED, ALONE = "drafted", "alone"
-NUM_RANKS = 10  # ranks of each of Medusa's heads whose accuracy is measured
 MAX_ROWS = 20  # of the table
 
 Params = Mapping[str, Any]  # values by option; a skipped sublayer is an option "attention 3" or "mlp 3"
 Space = dict[str, "BaseDistribution"]
 
 
-@dataclass(frozen=True)
-class TuneQuestions(QuestionOptions):
-    """The questions whose first turns are decoded."""
-
-    limit: int | None = 8
-    max_new_tokens: int | None = 128
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What is searched, and how.
-
-    Args:
-        space: An option and its values: NAME=4,8,16, NAME=2..6 or NAME=0.0..0.1; may be repeated. `file` varies the
-            FILE of NAME=FILE, `static` the size of Medusa's static tree, `skips` (alone) self_speculative's sublayers.
-        sampler: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
-        trials: Maximum number of combinations to try.
-        objective: What is maximised: the speed-up over the base alone, tokens per second, or acceptance length.
-        search_seed: Seed of the search.
-    """
-
-    space: list[str]
-    sampler: Literal["grid", "gp", "tpe", "random"] = "tpe"
-    trials: int = 50
-    objective: Literal["speedup", "tokens_per_second", "acceptance_length"] = "speedup"
-    search_seed: int = 0
-
-
 def tune(
-    model: ModelOptions,
-    selection: TuneQuestions,
-    sampling: SamplingOptions,
-    search: SearchOptions,
-    drafter: str,
+    model: ModelOptions, selection: TuneQuestions, sampling: SamplingOptions, search: SearchOptions, drafter: str,
     out: str,
-) -> None:
-    """Search the options of a drafter, and print the best ones as a --drafter.
-
-    Needs the extra `tune`: pip install 'ctc-drafters[tune]'. OUT holds the results in tune.json and the trials in
-    study.db, which optuna-dashboard draws. These are not repeated, so an interrupted command continues when it is
-    repeated. The options found are the best for these questions: measure them on others with `drafters eval`.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], the part that all trials have in common.
-        out: Folder for the results.
-    """
+) -> None:  # fmt: skip
+    """Run `drafters tune`, see `inference.commands.tune`."""
     if find_spec("optuna") is None:
         raise ValueError("drafters tune needs optuna: pip install 'ctc-drafters[tune]'")
     check_at_least(1, trials=search.trials)
@@ -156,8 +108,8 @@ def read_space(texts: Sequence[str], drafter: str, base: Base) -> Space:
         parts = [_number(part) for part in values.split(",")]
         if option in taken:
             raise ValueError(f"{option} is given twice: give it once, in --space or in --drafter {drafter}")
-        if name != OWNERS.get(option, name):
-            raise ValueError(f"{option} is for the drafter {OWNERS[option]}, not for {name}")
+        if option == SKIPS and name != "self_speculative":
+            raise ValueError(f"skips is for the drafter self_speculative, not for {name}")
         taken.add(option)
         if text == SKIPS:
             layers = range(len(sublayers(base.model.base_model)[0]))
@@ -214,7 +166,7 @@ class Tuner:
     sampler: Sampler
     drafter: str  # without the options that are searched
     objective: str  # only the speed-up needs the base's own speed
-    folder: Path  # for the files that options name
+    folder: Path  # for the file of skipped sublayers
     settings: Mapping[str, Any]  # what a measurement depends on besides the drafter
 
     def key(self, params: Params) -> str:
@@ -224,14 +176,14 @@ class Tuner:
         return json.dumps([self.settings, self.drafter, sorted(params.items()), files])
 
     def spec(self, params: Params) -> str:
-        """Return the drafter with these options, and write the files that they name."""
+        """Return the drafter with these options, and write the file of its skipped sublayers."""
         name, file, options = drafter_specs.split(self.drafter)
         values = _texts(params)
         file = values.pop(FILE, file or "")
-        if STATIC in values:
-            values[STATIC] = self._write_static(int(values[STATIC]))
         if any(" " in option for option in params):
-            file = self._write_skips(params)
+            base, file = self.runner.base, str(self.folder / "skips.json")
+            origin = {"num_layers": base.model.config.num_hidden_layers, "base": base.name}
+            write_text(file, json.dumps(skipped_layers(params) | origin))
         options = ",".join([*filter(None, [options]), *(f"{option}={text}" for option, text in values.items())])
         return name + (f"={file}" if file else "") + (f":{options}" if options else "")
 
@@ -252,47 +204,6 @@ class Tuner:
             "fed_per_step": summary.acceptance.fed_per_step or 0.0,
             "identical": summary.identical if ALONE in answers else None,
         }
-
-    def _write_skips(self, params: Params) -> str:
-        path, base = self.folder / "skips.json", self.runner.base
-        origin = {"num_layers": base.model.config.num_hidden_layers, "base": base.name}
-        write_text(path, json.dumps(skipped_layers(params) | origin))
-        return str(path)
-
-    def _write_static(self, num_nodes: int) -> str:
-        shares, num_positions = self.head_accuracies
-        paths = static_tree(shares, num_nodes)
-        if not paths:
-            raise ValueError(f"no token of the first head was ever right at {num_positions} positions: train it longer")
-        length = 1 + sum(math.prod(float(shares[head, rank]) for head, rank in enumerate(path)) for path in paths)
-        measured = {"accuracies": shares.tolist(), "num_positions": num_positions, "expected_acceptance_length": length}
-        path = self.folder / f"static-{num_nodes}.json"
-        write_text(path, json.dumps({"static": paths} | measured) + "\n")
-        return str(path)
-
-    @cached_property
-    @torch.inference_mode()
-    def head_accuracies(self) -> tuple[np.ndarray, int]:
-        """How often each rank of each of Medusa's heads is the base's own token along its greedy answers.
-
-        These are shares (K, k); the number is that of positions of the first head.
-        """
-        drafter, base = drafter_specs.make(self.drafter, self.runner), self.runner.base
-        assert isinstance(drafter, Medusa)
-        num_ranks = min(NUM_RANKS, drafter.vocab_size)
-        hits, positions = np.zeros((drafter.num_heads, num_ranks), dtype=int), np.zeros(drafter.num_heads, dtype=int)
-        for question in self.questions:
-            prompt = encode_first_prompt(base, question, self.template)
-            answer = Session(self.runner, NoDrafter()).run(prompt, self.max_new_tokens, base.eos).tokens
-            ids = torch.tensor([[*prompt, *answer]], device=base.model.device)
-            hidden, _ = base.hidden_states(ids, drafter.required_outputs.hidden_layers)
-            before_roots = drafter.encode(hidden)[0, len(prompt) - 1 : -2]  # all R tokens of the answer but the last
-            ranked = drafter(before_roots, base.base_weights, num_ranks)[1].cpu().numpy()  # (R, K, k)
-            for head in range(drafter.num_heads):
-                targets = np.array(answer[1 + head :], dtype=int)[:, None]
-                hits[head] += (ranked[: len(targets), head] == targets).sum(0)
-                positions[head] += len(targets)
-        return hits / positions.clip(min=1)[:, None], int(positions[0])
 
 
 # ---- the study

@@ -19,12 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.prompts import QuestionOptions
+from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
 from inference.verifier.layers import model_logits
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
 
@@ -36,46 +35,16 @@ REFERENCE_FACTOR = 4  # texts of the base for each of a drafter: they cost far l
 MIN_EXPECTED = 5  # texts of the drafter expected in a cell of the table
 BATCH_SIZE = 32
 
-Prompt = tuple[list[int], int]  # token ids, and the maximum number of new tokens
+CappedPrompt = tuple[list[int], int]  # token ids, and the maximum number of new tokens
 Text = tuple[int, ...]
-Counts = Mapping[Text, int]  # how often each text was written
-
-
-@dataclass(frozen=True)
-class PromptOptions(QuestionOptions):
-    """The prompts that are decoded: the first turns of the benchmarks' questions."""
-
-    limit: int | None = 20
-    max_new_tokens: int | None = 128
+TextCounts = Mapping[Text, int]  # how often each text was written
 
 
 def verify(
-    model: ModelOptions,
-    selection: PromptOptions,
-    sampling: SamplingOptions,
-    drafter: list[str],
-    texts: int = 400,
-    text_tokens: int = 4,
-) -> None:
-    """Decode prompts with and without each drafter, and compare the answers token by token.
-
-    Greedy answers are compared with transformers' own generate, sampled ones with this project's decoding without a
-    drafter under the same seed. So are greedy ones where rows are bit-identical (in bfloat16, on most CPUs), and their
-    logits bit for bit. The exit code is 1 if such an answer or its logits differ, or an answer in float32. Without
-    bit-identical rows, tokens with almost equal logits may be exchanged in bfloat16; the logit gap shows how close
-    they were.
-
-    With a temperature, a two-sample test also compares the distribution of short texts with that of the base alone, on
-    at most four of the prompts, and says how small a bias it would have found. It alone decides about drafters that
-    sample their drafts, because these write other texts under the same seed. The exit code is 1 if it finds a
-    difference, which happens by chance in 1 % of runs.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
-            them. May be repeated.
-        texts: Number of texts of each drafter for the test with a --temperature above 0; 0 leaves it out.
-        text_tokens: Number of tokens of such a text.
-    """
+    model: ModelOptions, selection: VerifyQuestions, sampling: SamplingOptions, drafter: list[str], texts: int,
+    text_tokens: int,
+) -> None:  # fmt: skip
+    """Run `drafters verify`, see `inference.commands.verify`."""
     if min(texts, text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()
@@ -113,10 +82,13 @@ def verify(
             for name, session in bars.track(sessions.items(), description="verify")
         }
         if is_sampled and texts:
-            requests = text_requests(base, prompts[:MAX_TESTED_PROMPTS], sampling, texts, text_tokens)
-            references = [sample_base(base, request) for request in requests]
+            tested = [prompt for prompt, _ in prompts[:MAX_TESTED_PROMPTS]]
+            num_texts = -(-texts // len(tested))  # after each prompt, with seeds that no other prompt has
+            samplings = [replace(sampling, seed=sampling.seed + index * num_texts) for index in range(len(tested))]
+            pairs = list(zip(tested, samplings, strict=True))
+            references = [sample_base(base, *pair, REFERENCE_FACTOR * num_texts, text_tokens) for pair in pairs]
             for name, session in bars.track(sessions.items(), description="distribution"):
-                drafted = [sample_drafted(session, request) for request in requests]
+                drafted = [sample_drafted(session, *pair, num_texts, text_tokens) for pair in pairs]
                 tests[name] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))
 
     console.print(_table(comparisons, tests, len(prompts)))
@@ -229,7 +201,7 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
 
 
 def compare(
-    session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]], alone: Sequence[DecodedText] = ()
+    session: Session, prompts: Sequence[CappedPrompt], expected: Sequence[list[int]], alone: Sequence[DecodedText] = ()
 ) -> Comparison:
     """Decode N prompts with a drafter and compare them with the N texts that the base writes alone.
 
@@ -260,26 +232,6 @@ def first_divergence(base: Base, index: int, prompt: list[int], expected: list[i
 # ---- distributions
 
 
-class TextRequest(NamedTuple):
-    """Texts of at most ``num_tokens`` tokens after a prompt, with seeds from that of the options on."""
-
-    prompt: Sequence[int]
-    num_tokens: int
-    sampling: SamplingOptions
-    num_texts: int
-
-
-def text_requests(
-    base: Base, prompts: Sequence[Prompt], sampling: SamplingOptions, num_texts: int, num_tokens: int
-) -> list[TextRequest]:
-    """Divide texts among prompts, each of which gets seeds that no other one has."""
-    num_texts, requests = -(-num_texts // len(prompts)), []
-    for index, (prompt, _) in enumerate(prompts):
-        seeded = replace(sampling, seed=sampling.seed + index * num_texts)
-        requests.append(TextRequest(prompt, min(num_tokens, base.context_length - len(prompt)), seeded, num_texts))
-    return requests
-
-
 @torch.inference_mode()
 def next_probabilities(
     base: Base, prompt: Sequence[int], texts: Sequence[Text], sampler: KeyedSampler
@@ -290,18 +242,19 @@ def next_probabilities(
         yield from sampler.probabilities(model_logits(base.model, ids, 1)[:, 0]).cpu().numpy()
 
 
-def sample_base(base: Base, request: TextRequest, factor: int = REFERENCE_FACTOR) -> Counts:
-    """Sample ``factor`` times as many texts of the base alone, by the model's own forward, not by our decoding loop.
+def sample_base(
+    base: Base, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> TextCounts:
+    """Sample texts of the base alone, by the model's own forward: no code of the decoding loop takes part.
 
     Equal beginnings are read once, and how often each token follows is drawn for all texts that share one. Texts that
-    end with an end-of-sequence token are shorter.
+    end with an end-of-sequence token, or with the context, are shorter than ``num_tokens``.
     """
-    prompt, num_tokens, sampling, num_texts = request
-    rng = np.random.default_rng((sampling.seed, factor * num_texts, *prompt))
+    rng = np.random.default_rng((sampling.seed, num_texts, *prompt))
     sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
     ended: dict[Text, int] = {}
-    growing: dict[Text, int] = {(): factor * num_texts}
-    for _ in range(num_tokens):
+    growing: dict[Text, int] = {(): num_texts}
+    for _ in range(min(num_tokens, base.context_length - len(prompt))):
         longer: dict[Text, int] = {}
         rows = next_probabilities(base, prompt, list(growing), sampler)
         for (text, count), probabilities in zip(growing.items(), rows, strict=True):
@@ -313,9 +266,10 @@ def sample_base(base: Base, request: TextRequest, factor: int = REFERENCE_FACTOR
     return ended | growing
 
 
-def sample_drafted(session: Session, request: TextRequest) -> Counts:
-    """Sample texts with the drafter of a session, each as a request with a seed of its own."""
-    prompt, num_tokens, sampling, num_texts = request
+def sample_drafted(
+    session: Session, prompt: Sequence[int], sampling: SamplingOptions, num_texts: int, num_tokens: int
+) -> TextCounts:
+    """Sample texts with the drafter of a session, as `sample_base` does; each is a request with a seed of its own."""
     counts: Counter[Text] = Counter()
     sampler, eos = session.sampler, session.runner.base.eos
     for seed in range(sampling.seed, sampling.seed + num_texts):
@@ -340,7 +294,7 @@ class EqualityResult:
 
 
 def compare_distributions(
-    reference: Sequence[Counts], drafted: Sequence[Counts], level: float = ERROR_RATE
+    reference: Sequence[TextCounts], drafted: Sequence[TextCounts], level: float = ERROR_RATE
 ) -> EqualityResult:
     """Test by Pearson's chi-squared whether two samples of texts come from the same distribution, prompt by prompt.
 
@@ -353,7 +307,7 @@ def compare_distributions(
     return EqualityResult(p_value, chi_squared, freedom, detectable_bias(tables, level))
 
 
-def cell_counts(reference: Counts, drafted: Counts) -> np.ndarray:
+def cell_counts(reference: TextCounts, drafted: TextCounts) -> np.ndarray:
     """The counts (2, C) of the base's and the drafter's texts in C cells.
 
     A text is a cell if at least `MIN_EXPECTED` of it are expected among the drafter's; any other counts for the text
@@ -373,19 +327,23 @@ def cell_counts(reference: Counts, drafted: Counts) -> np.ndarray:
 def detectable_bias(tables: Sequence[np.ndarray], level: float) -> float | None:
     """The smallest bias that the test of this error rate finds with a probability of about `POWER`.
 
-    A drafter that moves a share b of its texts to the most frequent one, whose share is f, adds N b^2 (1 - f) / f to
-    the statistic, where 1 / N adds up 1 / the number of the base's texts and 1 / that of the drafter's.
+    A drafter moves a share b of its texts to the base's most frequent one. Each table (2, C) then adds its share of
+    b^2 * sensitivity to the noncentrality of the statistic's chi-squared distribution.
     """
-    freedom, sensitivity = sum(table.shape[1] - 1 for table in tables), 0.0
+    freedom, bias = sum(table.shape[1] - 1 for table in tables), 0.0
     if freedom == 0:
         return None
-    rare = [1 - table[0].max() / table[0].sum() for table in tables]  # the share of other texts than the most frequent
-    for table, share in zip(tables, rare, strict=True):
-        num_base, num_drafted = table.sum(axis=1)
-        sensitivity += num_base * num_drafted / (num_base + num_drafted) * share / (1 - share)
     noncentrality = special.chndtrinc(stats.chi2.isf(level, freedom), freedom, 1 - POWER)
-    bias = float(np.sqrt(noncentrality / max(sensitivity, 1e-12)))
-    return bias * float(np.mean(rare)) if bias <= 1 else None
+    rare = [1 - float(table[0].max() / table[0].sum()) for table in tables]  # the share of all other texts
+    for _ in range(8):  # the shares of both samples together depend on the bias: a fixed point
+        sensitivity = 0.0
+        for table, share in zip(tables, rare, strict=True):
+            num_base, num_drafted = table.sum(axis=1)
+            moved = bias * num_drafted / (num_base + num_drafted)
+            terms = share**2 / (1 - share + moved * share) + share / (1 - moved)
+            sensitivity += float(num_base * num_drafted / (num_base + num_drafted) * terms)
+        bias = min(1.0, float(np.sqrt(noncentrality / max(sensitivity, 1e-12))))
+    return bias * float(np.mean(rare)) if bias < 1 else None
 
 
 def _describe(test: EqualityResult, drafter: str, is_biased: bool) -> str:

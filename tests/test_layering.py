@@ -12,7 +12,7 @@ PACKAGES = ("data", "drafters", "inference", "train")
 # The parts of each package, lowest first: its modules and its folders. A part may import parts of lower lines only.
 LAYERS = {
     "data": """
-        batches computing_limit safe_text
+        batches computing_limit dtypes safe_text
         files
         hub
         gguf
@@ -38,20 +38,23 @@ LAYERS = {
         arguments bases journal runs sandbox timing
         verifier
         indexes openai_server prompts recount
+        options
         regenerate
+        model_drafters
         drafter_specs
         verify vllm
         evaluate
         generation replay
         chat serve speculation
         tune
+        commands
     """,
     "train": """
         arguments checkpoints divisor features initial_drafter model_card strategies validation
         formats optimizer
         export module
         import_drafter memory resume
-        callbacks
+        callbacks commands
         lightning_cli
         cli
         __main__

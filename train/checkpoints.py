@@ -100,7 +100,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises ValueError if there is no checkpoint at this path, or it is damaged.
     """
     if (path / "latest").is_file():
-        with reading(path, "copy the whole checkpoint of DeepSpeed again, or go on with an older version's for a step"):
+        remedy = "copy the whole checkpoint of DeepSpeed again or, if an older version wrote it, train one more step"
+        with reading(path, remedy):
             folder = path / (path / "latest").read_text(encoding="utf-8").strip()
             saved = _load(min(folder.glob("*_model_states.pt"), default=folder / "mp_rank_00_model_states.pt"))
             return saved | {"state_dict": saved[WHOLE_WEIGHTS]}

@@ -1,20 +1,17 @@
-"""The ``drafters`` and ``lightning`` commands: their lists, their arguments, and the one boundary for errors.
+"""The ``drafters`` and ``lightning`` commands: their lists, and the one boundary for errors.
 
 Nothing heavy is imported before a command is known, so that the lists of commands are printed at once.
 """
 
 import os
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import is_dataclass
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from data.files import explained, output_lock
 from data.hub import shipped_folder
@@ -30,26 +27,28 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "eval": Command("inference.evaluate.command:evaluate", "measure drafters side by side on benchmarks"),
-    "tune": Command("inference.tune:tune", "search the options of a drafter for speed or acceptance"),
+    "eval": Command("inference.commands:evaluate", "measure drafters side by side on benchmarks"),
+    "tune": Command("inference.commands:tune", "search the options of a drafter for speed or acceptance"),
     "report": Command(
-        "inference.evaluate.command:report",
+        "inference.commands:report",
         "make one page of evaluations, compare two, or recount answers",
         ("folders",),
     ),
-    "verify": Command("inference.verify:verify", "show that a drafter changes no token of what the base writes"),
-    "chat": Command("inference.chat:chat", "talk to a base in the terminal and watch its drafter"),
-    "serve": Command("inference.serve.command:serve", "serve a base with a drafter, with a page that shows every step"),
+    "verify": Command("inference.commands:verify", "show that a drafter changes no token of what the base writes"),
+    "chat": Command("inference.commands:chat", "talk to a base in the terminal and watch its drafter"),
+    "serve": Command("inference.commands:serve", "serve a base with a drafter, with a page that shows every step"),
     "serve-command": Command(
-        "inference.vllm.command:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
+        "inference.commands:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
     ),
-    "regenerate": Command("inference.regenerate.command:regenerate", "let the base answer the prompts of a data set"),
-    "export": Command("train.export:export", "turn a checkpoint into a drafter folder, or publish it", ("ckpt", "out")),
-    "import": Command("train.import_drafter:import_drafter", "read another tool's drafter", ("folder", "out")),
-    "index": Command("inference.indexes:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
-    "features": Command("train.features:features", "write the base's hidden states of conversations for training"),
-    "show-mask": Command("data.templates:show_mask", "print conversations with their loss mask in colour"),
-    "replay": Command("inference.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
+    "regenerate": Command("inference.commands:regenerate", "let the base answer the prompts of a data set"),
+    "export": Command(
+        "train.commands:export", "turn a checkpoint into a drafter folder, or publish it", ("ckpt", "out")
+    ),
+    "import": Command("train.commands:import_drafter", "read another tool's drafter", ("folder", "out")),
+    "index": Command("inference.commands:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
+    "features": Command("train.commands:features", "write the base's hidden states of conversations for training"),
+    "show-mask": Command("train.commands:show_mask", "print conversations with their loss mask in colour"),
+    "replay": Command("inference.commands:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 
@@ -134,98 +133,15 @@ def run_drafters(argv: list[str] | None = None) -> None:
 def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str, Any]]:
     """Return the function of a command, and its arguments as the command line gives them.
 
-    A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
     Raises ValueError if the command is unknown, or the arguments do not fit it.
     """
-    from argparse import ArgumentError
-
-    from train.arguments import ExactParser
+    from train.arguments import parse_arguments
 
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}: known are {', '.join(COMMANDS)}")
     module, _, attribute = COMMANDS[name].target.partition(":")
     function = getattr(import_module(module), attribute)
-    groups, hints = option_groups(function), get_type_hints(function)
-    for group in groups.values():
-        hints |= get_type_hints(group)
-    about = (function.__doc__ or "").partition("Args:")[0]
-    parser = ExactParser(prog=f"drafters {name}", description=about)
-    for group in groups.values():
-        parser.add_class_arguments(group, as_group=False)
-    parser.add_function_arguments(function, skip=set(groups), as_group=False)
-    lists = {option for option, hint in hints.items() if "list[" in str(hint)}
-    flags = {option for option, hint in hints.items() if hint is bool}
-    try:
-        values = vars(parser.parse_args(spelled_out(args, COMMANDS[name].positional, lists, flags)))
-    except ArgumentError as error:
-        raise ValueError(f"{in_words(str(error))} (drafters {name} --help lists the arguments)") from error
-    if values.get("out") == "":
-        raise ValueError("--out has an empty name: name a file or folder")
-    return function, grouped(function, values)
-
-
-def in_words(message: str) -> str:
-    """What jsonargparse says of a value of another type, in few words; any other message as it is."""
-    found = re.search(
-        r'Parser key "(.+?)":(.*Expected an? .*?)(?:Given value type.*)?G\w+ value: (.*)', message, re.DOTALL
-    )
-    if not found:
-        return message
-    kinds = re.findall(r"<class '(?!NoneType)(\w+)|Literal\[(.+?)\]", found[2])
-    return f"{found[1]} must be {' or '.join(dict.fromkeys(name or own for name, own in kinds))}, not {found[3]}"
-
-
-def spelled_out(
-    args: Sequence[str], positional: Sequence[str], lists: Collection[str], flags: Collection[str]
-) -> list[str]:
-    """Return arguments in the form that jsonargparse reads: ``--key=value``, or ``--key+=value`` for an item of a list.
-
-    Hyphens in names become underscores, a flag without a value becomes true, and arguments without a name get the next
-    positional one, the last of which may be a list.
-    """
-    if not {"-h", "--help"}.isdisjoint(args):
-        return ["--help"]
-    result: list[str] = []
-    words, names = list(args), [*positional]
-    while words:
-        key, equals, value = words.pop(0).partition("=")
-        if not key.startswith("--"):
-            if not names:
-                raise ValueError(
-                    f"{key + equals + value!r} follows no option: an option that takes several is repeated"
-                )
-            name, value, equals = names[0], key + equals + value, "="
-            if name not in lists:
-                names.pop(0)
-        else:
-            name = key[2:].replace("-", "_")
-            if not equals and name in flags:
-                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
-            elif not equals and words:
-                value = words.pop(0)
-            elif not equals:
-                return [*result, f"--{name}"]  # which jsonargparse refuses, as the value is missing
-        result.append(f"--{name}{'+' if name in lists else ''}={value}")
-    return result
-
-
-def option_groups(function: Callable[..., Any]) -> dict[str, type]:
-    """Return the parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
-    hints = get_type_hints(function)
-    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-
-
-def grouped(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command as its signature has them; ``options`` has them as flat as a command line.
-
-    Options that are missing have their default values.
-    """
-    arguments = dict(options)
-    groups = {
-        name: group(**{field: arguments.pop(field) for field in signature(group).parameters if field in arguments})
-        for name, group in option_groups(function).items()
-    }
-    return arguments | groups
+    return function, parse_arguments(f"drafters {name}", function, args, COMMANDS[name].positional)
 
 
 # ---- lightning
@@ -260,6 +176,6 @@ def with_found_configs(args: Sequence[str]) -> list[str]:
 def find_config(name: str) -> str:
     """Return the path of a config: a file of that name, or else the one in configs/; ValueError if there is neither."""
     if not Path(name).is_file() and not (CONFIGS / name).is_file():
-        known = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
-        raise ValueError(f"no config {name!r}: give a file, or one of configs/: {known}")
+        shipped = ", ".join(sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml")))
+        raise ValueError(f"no config {name!r}: give a file, or one of configs/: {shipped}")
     return name if Path(name).is_file() else str(CONFIGS / name)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,42 +19,14 @@ from train.checkpoints import read_checkpoint
 from train.formats import vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-ExportFormat = Literal["drafters", "vllm"]
-ExportedDtype = Literal["bfloat16", "float16", "float32"]
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(
-    ckpt: str,
-    out: str,
-    base: str | None = None,
-    overwrite: bool = False,
-    format: ExportFormat = "drafters",
-    mask_token_id: int | None = None,
-    dtype: ExportedDtype | None = None,
-    push: str | None = None,
-    public: bool = False,
-    license: str | None = None,
-    results: list[str] | None = None,
-) -> None:
-    """Turn a checkpoint into a folder with config.json, model.safetensors, SHA256SUMS and README.md, the model card.
-
-    The folder is for `drafters eval --drafter ctc=OUT`. What was written is compared with the checkpoint, bit by bit.
-    With --push it also goes to the Hugging Face hub, where others name it as OWNER/NAME@REVISION.
-
-    Args:
-        ckpt: Checkpoint of `lightning fit`, a file or DeepSpeed's folder; or the folder of a drafter.
-        out: Folder to write.
-        base: Folder or hub id of the base, if it is not the one of the training.
-        overwrite: Replace a drafter in this folder.
-        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark.
-        mask_token_id: For a block drafter in vLLM's format, a token that no text holds, whose embedding is replaced.
-        dtype: Dtype of the weights; by default that of the training, and bfloat16 in vLLM's format.
-        push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
-        public: Make a new repository public.
-        license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
-        results: Folders that `drafters eval --out` wrote, whose tables go into the card.
-    """
+    ckpt: str, out: str, base: str | None, overwrite: bool, format: str, mask_token_id: int | None,
+    dtype: str | None, push: str | None, public: bool, license: str | None, results: list[str] | None,
+) -> None:  # fmt: skip
+    """Run `drafters export`, see `train.commands.export`."""
     folder = Path(out)
     check_output_folder(folder, overwrite)
     if push:

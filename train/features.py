@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.filesize import decimal
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from data.batches import collate
 from data.conversations import load_conversations
+from data.dtypes import Dtype
 from data.features import (
     BYTES_PER_ROW,
     LAST_HIDDEN,
@@ -34,7 +35,6 @@ from data.safe_text import safe_text
 from data.templates import template_hash, with_date
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
-from inference.bases import Dtype
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
@@ -43,17 +43,11 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class BaseFeatures(NamedTuple):
-    """Outputs of the base over texts (B, S)."""
-
-    hidden: Tensor  # (B, S, F * D) hidden states of the chosen layers, side by side
-    last_hidden: Tensor  # (B, S, D) normed last hidden states, which the LM head reads
-    labels: Tensor  # (B, S) the base's most probable next token at each position
-
-
 @torch.no_grad()
-def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> BaseFeatures:
-    """Run one forward pass of the base over texts (B, S).
+def compute_features(
+    base: Base, layers: Sequence[int], input_ids: Tensor, loss_mask: Tensor, step: int = 0
+) -> TrainingBatch:
+    """Run one forward pass of the base over texts (B, S), with their loss mask (B, S).
 
     Autocast is switched off: the base's outputs are the same as in decoding, whatever precision the trainer uses.
     """
@@ -62,7 +56,7 @@ def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> Ba
         head = base.base_weights.head
         # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
         labels = torch.stack([most_probable(states @ head.T) for states in last_hidden])
-    return BaseFeatures(hidden, last_hidden, labels)
+    return TrainingBatch(hidden, last_hidden, input_ids, labels, loss_mask, step)
 
 
 def read_features(
@@ -105,40 +99,10 @@ def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> Non
 
 
 def features(
-    base: str,
-    files: list[str],
-    out: str,
-    template: str = "tokenizer",
-    max_length: int = 2048,
-    limit: int | None = None,
-    cache_dir: str | None = None,
-    layers: str = "-1",
-    dtype: StoreDtype = "float16",
-    base_dtype: Dtype = "float32",
-    device: str = "auto",
-    batch_size: int = 8,
-    shard_megabytes: float = 256.0,
-) -> None:
-    """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
-
-    The size of the store is printed first. A run that was interrupted continues with its first missing shard.
-
-    Args:
-        base: Folder or hub id of the base.
-        files: Conversations, the same as data.files of the training.
-        out: Folder of the store; an unfinished store of the same data in this folder is continued.
-        template: Chat template, the same as data.template of the training.
-        max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.
-        limit: Maximum number of conversations to read; all if not given.
-        cache_dir: Folder of the cache of tokenised conversations.
-        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state, which losses
-            that distil the base's distribution read.
-        dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
-        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
-        device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
-        batch_size: Conversations per forward pass of the base.
-        shard_megabytes: Size of a shard in megabytes.
-    """
+    base: str, files: list[str], out: str, template: str, max_length: int, limit: int | None, cache_dir: str | None,
+    layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, batch_size: int, shard_megabytes: float,
+) -> None:  # fmt: skip
+    """Run `drafters features`, see `train.commands.features`."""
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)
     if batch_size < 1 or shard_megabytes <= 0:
@@ -287,14 +251,14 @@ def compute_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield for each row what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
     for start in range(0, len(rows), batch_size):
-        batch = [texts[row.number] for row in rows[start : start + batch_size]]
-        ids = [torch.tensor(text["input_ids"]) for text in batch]
-        outputs = compute_features(base, layers, pad_sequence(ids, batch_first=True).to(base.model.device))
-        for text, tokens, states, labels in zip(batch, ids, outputs.hidden, outputs.labels, strict=True):
+        conversations = [texts[row.number] for row in rows[start : start + batch_size]]
+        padded = collate(conversations)
+        batch = compute_features(base, layers, padded["input_ids"].to(base.model.device), padded["loss_mask"])
+        for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
             yield {
-                "id": text["id"],
-                "input_ids": tokens,
-                "loss_mask": torch.tensor(text["loss_mask"]),
-                "hidden": states[: len(tokens)],
-                "labels": labels[: len(tokens)],
+                "id": conversation["id"],
+                "input_ids": batch.input_ids[place, :length],
+                "loss_mask": batch.loss_mask[place, :length],
+                "hidden": batch.hidden[place, :length],
+                "labels": batch.labels[place, :length],
             }

@@ -32,19 +32,8 @@ ABOUT = """A drafter for lossless speculative decoding that another tool trained
 original for its training and its licence."""
 
 
-def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bool = False) -> None:
-    """Read a drafter that another tool trained, so that it can be evaluated and exported here.
-
-    EAGLE-3 is read in the formats of speculators, SpecForge, DeepSpec and EAGLE itself, EAGLE in that of EAGLE itself,
-    DFlash and DSpark in those of speculators, SpecForge, DeepSpec and DFlash itself. The drafter computes what it
-    computed there; one that no drafter here can compute is refused, with the difference.
-
-    Args:
-        folder: Folder of the drafter: config.json and weights in safetensors.
-        out: Folder to write.
-        base: Folder or hub id of the base that it was trained for; by default the one that its config.json names.
-        overwrite: Replace a drafter in this folder.
-    """
+def import_drafter(folder: str, out: str, base: str | None, overwrite: bool) -> None:
+    """Run `drafters import`, see `train.commands.import_drafter`."""
     place = Path(out)
     check_output_folder(place, overwrite)
     if place.exists() and place.samefile(folder):

@@ -11,11 +11,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
+from data.dtypes import Dtype
 from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.bases import QUANTIZED_DTYPES, Dtype
+from inference.bases import QUANTIZED_DTYPES
 from inference.verifier.base import Base, base_hash, load_base, prepare_process
 from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor
@@ -143,8 +144,7 @@ class DrafterTraining(L.LightningModule):
 
     def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
         """Run the base over texts (B, S)."""
-        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids)
-        return TrainingBatch(hidden, last, input_ids, labels, loss_mask, step)
+        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask, step)
 
     def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
         """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""

@@ -13,7 +13,7 @@ from docstring_parser import parse
 from drafters.protocol import BaseShape, LearnedDrafter
 from drafters.recipe import DRAFT
 from drafters.registry import registered
-from inference import drafter_specs  # noqa: F401  registers the drafters that need a model
+from inference import model_drafters  # noqa: F401  registers the drafters that need a model
 
 
 def table(name: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least
-from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
+from drafters.eagle.eagle import AutoregressiveDrafter, AutoregressiveDraftOptions, DraftLayer, unroll_mask
 from drafters.losses import gathered_logits
 from drafters.losses.distillation import cross_entropy_of_states
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted

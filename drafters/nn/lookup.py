@@ -1,6 +1,8 @@
 """Lookup: what an earlier passage of the text has in their place is read by the frames, or is the draft itself."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,15 +15,32 @@ from drafters.protocol import BaseShape
 MAX_NGRAM = 8  # tokens; a longer match counts as one of so many
 
 
-class Passages(NamedTuple):
-    """What followed the longest earlier match of the last tokens at A anchors of B texts."""
+@dataclass(frozen=True, eq=False)
+class Passages:
+    """What followed the longest earlier match of the last tokens at A anchors of B texts, and the lookup's weights."""
 
+    lookup: Lookup
     tokens: Tensor  # (B, A, T) the tokens behind the match; 0 where there is none
     lengths: Tensor  # (B, A) number of matching tokens, at most `MAX_NGRAM`; 0 where there is no match
 
+    def additions(self, embedding: Tensor) -> Tensor:
+        """What to add to the frames, (B, A, T, D), with the base's embedding (V, D)."""
+        return self.lookup(self.tokens, self.lengths, embedding)
+
+    def copy_logits(self, states: Tensor) -> Tensor:
+        """Logits (B * A,) that a draft is its passage, in float32 at least, from the frames' states (B * A, T, D).
+
+        Where nothing matched they are the smallest number: the probability is 0.
+        """
+        state, bias, lengths = self.lookup.copy_state, self.lookup.copy_bias, self.lengths.flatten()
+        dtype = torch.promote_types(state.dtype, torch.float32)
+        with torch.autocast(states.device.type, enabled=False):
+            logits = states.mean(1, dtype=dtype) @ state.to(dtype)
+        return torch.where(lengths > 0, logits + bias.to(dtype)[lengths - 1], torch.finfo(dtype).min)
+
     def begin_with(self, labels: Tensor) -> Tensor:
         """(B * A, U) bool: where a passage begins with the labels y_1..y_u, of (B * A, U), if there is one."""
-        tokens, lengths = (part.flatten(0, 1) for part in self)
+        tokens, lengths = self.tokens.flatten(0, 1), self.lengths.flatten()
         return (tokens[:, : labels.shape[1]] == labels).cumprod(-1).bool() & (lengths > 0)[:, None]
 
 
@@ -54,27 +73,15 @@ class Lookup(nn.Module):
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
         passages = torch.from_numpy(_find(host[:, :length], host[:, length:], self.num_frames)).to(self.scale.device)
-        return Passages(passages[..., :-1], passages[..., -1])
+        return Passages(self, passages[..., :-1], passages[..., -1])
 
-    def forward(self, passages: Passages, embedding: Tensor) -> Tensor:
-        """What to add to the frames, (B, A, T, D), with the base's embedding (V, D)."""
-        tokens, lengths = passages
+    def forward(self, tokens: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
+        """`Passages.additions` (B, A, T, D) of passages with these tokens (B, A, T) and match lengths (B, A)."""
         scale = torch.where(lengths[..., None] > 0, self.scale[lengths - 1], 0.0)  # (B, A, D)
         embedded = embedding[tokens].to(scale.dtype)
         normed = F.rms_norm(embedded, embedded.shape[-1:], eps=self.norm_eps)
         additions = self.proj(normed * scale[..., None, :])
         return F.pad(additions, (0, 0, self.first_frame, -self.first_frame)) if self.first_frame else additions
-
-    def copy_logits(self, passages: Passages, states: Tensor) -> Tensor:
-        """Logits (B * A,) that a draft is its passage, in float32 at least, from the frames' states (B * A, T, D).
-
-        Where nothing matched they are the smallest number: the probability is 0.
-        """
-        lengths = passages.lengths.flatten()
-        dtype = torch.promote_types(self.copy_state.dtype, torch.float32)
-        with torch.autocast(states.device.type, enabled=False):
-            logits = states.mean(1, dtype=dtype) @ self.copy_state.to(dtype)
-        return torch.where(lengths > 0, logits + self.copy_bias.to(dtype)[lengths - 1], torch.finfo(dtype).min)
 
 
 @njit(cache=True)

@@ -69,7 +69,7 @@ class DraftModel(Drafter):
     the vertical cascade of CS Drafting (arXiv 2312.11462).
 
     The session of the smaller model is ``inner``. The other arguments are those of the command line
-    (`inference.drafter_specs.draft_model`).
+    (`inference.model_drafters.draft_model`).
     """
 
     def __init__(

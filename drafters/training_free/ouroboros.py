@@ -33,7 +33,7 @@ class Ouroboros(DraftModel):
     drafted token is accepted if it equals the token that is sampled.
 
     The pool is shared with the drafter of ``inner``, the session of the draft model. The other arguments are those of
-    the command line (`inference.drafter_specs.ouroboros`). The beta of the paper's Table 12 is ``level + 1``.
+    the command line (`inference.model_drafters.ouroboros`). The beta of the paper's Table 12 is ``level + 1``.
     """
 
     required_outputs = RequiredOutputs(top_k=1)

@@ -10,10 +10,8 @@ import numpy as np
 from drafters.checks import check_at_least, check_choices
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
-from drafters.tree import ROOT, DraftTree, Growth
+from drafters.tree import ROOT, DraftTree
 from drafters.trees.static import RankPath, static_tree
-
-Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
 
 # Number of children of each node of the authors' tree, level by level, from the root; zeros at the end left out.
 PAPER_CHILDREN = (
@@ -57,19 +55,21 @@ class TokenRecycling(Drafter):
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._root = seq[-1]
-        tree, depth = Growth(), 0
         num_nodes = min(self.num_nodes, limits.max_nodes)
         template = best_first(num_nodes, self.top_k) if self.template == "best_first" else paper_template(num_nodes)
-        level = [(ROOT, self._root, template)]
-        while level and depth < limits.max_depth:
-            below, depth = [], depth + 1
-            for parent, token, template in level:
-                for child, grandchildren in zip(self._successors.get(token, ()), template, strict=False):
-                    node = tree.child(parent, child)
-                    if grandchildren and child not in limits.eos:
-                        below.append((node, child, grandchildren))
-            level = below
-        return DraftTree(tree.tokens, tree.parents)
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: dict[RankPath, int] = {(): ROOT}  # of the rank paths that are drafted
+        for path in template:
+            if (parent := nodes.get(path[:-1])) is None or len(path) > limits.max_depth:
+                continue
+            token = self._root if parent == ROOT else tokens[parent]
+            successors = self._successors.get(token, ())
+            if path[-1] < len(successors) and (parent == ROOT or token not in limits.eos):
+                nodes[path] = len(tokens)
+                tokens.append(successors[path[-1]])
+                parents.append(parent)
+        return DraftTree(tokens, parents)
 
     def observe(self, step: StepResult) -> None:
         self._successors.update(zip([self._root, *step.tree.tokens], step.top_tokens, strict=True))
@@ -88,33 +88,26 @@ def rank_probability(rank: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def best_first(num_nodes: int, top_k: int) -> Template:
-    """Return the template of the ``num_nodes`` most probable paths of ``top_k`` ranks, by their `rank_probability`.
+def best_first(num_nodes: int, top_k: int) -> list[RankPath]:
+    """The ``num_nodes`` most probable paths of ``top_k`` ranks, by their `rank_probability`, level by level.
 
-    >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
-    ((((),),), ())
+    >>> best_first(4, 8)
+    [(0,), (1,), (0, 0), (0, 0, 0)]
     """
-    return nested(static_tree(np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes), num_nodes))
+    accuracies = np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes)
+    return sorted(static_tree(accuracies, num_nodes), key=lambda path: (len(path), path))
 
 
 @lru_cache(maxsize=64)
-def paper_template(num_nodes: int) -> Template:
-    """Return the first nodes, level by level, of the 80 that the authors published (in Spec-Bench, version 2.2.2).
+def paper_template(num_nodes: int) -> list[RankPath]:
+    """The first rank paths, level by level, of the 80 that the authors published (in Spec-Bench, version 2.2.2).
 
-    >>> paper_template(10)  # ranks 0 to 7, 0-0 and 0-1
-    (((), ()), (), (), (), (), (), (), ())
+    >>> paper_template(10)[6:]
+    [(6,), (7,), (0, 0), (0, 1)]
     """
     level: list[RankPath] = [()]
     paths: list[RankPath] = []
     for counts in PAPER_CHILDREN:
         level = [(*path, rank) for path, count in zip(level, counts, strict=False) for rank in range(count)]
         paths += level
-    return nested(paths[:num_nodes])
-
-
-def nested(paths: Sequence[RankPath]) -> Template:
-    """The template of rank paths, in which children come after their parents, and siblings in the order of rank."""
-    below: dict[RankPath, Template] = {}
-    for path in reversed(paths):
-        below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
-    return below.get((), ())
+    return paths[:num_nodes]

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafters.nn.lookup import Passages
 from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.search import SearchLimits
 
 
-def with_passages(trees: list[DraftTree], passages: Tensor, shares: Tensor, limits: SearchLimits) -> list[DraftTree]:
-    """`with_passage` of each of A trees, from passages (A, T) and their probabilities (A,) on the device."""
-    rows = torch.cat([shares[:, None], passages.to(shares.dtype)], 1)  # one copy; float32 holds token ids exactly
-    pairs = zip(trees, rows.tolist(), strict=True)
+def with_passages(trees: list[DraftTree], passages: Passages, frames: Tensor, limits: SearchLimits) -> list[DraftTree]:
+    """`with_passage` of each of the trees, with the probabilities that the frames' states (B * A, T, D) give."""
+    shares = passages.copy_logits(frames).sigmoid()
+    rows = torch.cat([shares[:, None], passages.tokens.flatten(0, 1).to(shares.dtype)], 1)
+    pairs = zip(trees, rows.tolist(), strict=True)  # one copy to the host; float32 holds token ids exactly
     return [with_passage(tree, passage, share, limits) for tree, (share, *passage) in pairs]
 
 

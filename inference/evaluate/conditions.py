@@ -12,10 +12,10 @@ from data.files import hash_of
 from data.hub import find_base
 from inference import drafter_specs
 from inference.evaluate.intervals import Count
-from inference.prompts import BenchmarkPrompts, QuestionOptions
+from inference.options import GREEDY, ModelOptions, QuestionOptions, SamplingOptions
+from inference.prompts import BenchmarkPrompts
 from inference.runs import fingerprint
 from inference.timing import MachineLoad
-from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 
 BASELINE = "none"  # the base alone
 FILE_OPTIONS = "inner", "corpus", "static"  # options of drafters that name files

@@ -233,7 +233,7 @@ def measure_acceptance(answers: Sequence[Answer]) -> AcceptanceFigures:
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
     pairs = [pair for answer in answers for pair in zip(answer.turns, answer.ended, strict=True)]
     return AcceptanceFigures(
-        length=ratio((sum(step.emitted for step in own), len(own)) for own in by_answer if own),
+        length=ratio((sum(step.emitted for step in steps), len(steps)) for steps in by_answer if steps),
         mean=ratio((length, 1) for length in lengths),
         ended=acceptance_length(turn for turn, is_ended in pairs if is_ended),
         scratch_per_step=quotient(sum(step.fed_scratch for step in steps), len(steps)),

@@ -95,8 +95,8 @@ def tail_probability(num_questions: int, level: float) -> float:
     return float(stats.norm.cdf(-sqrt(num_questions / (num_questions - 1)) * quantile))
 
 
-def half_width(groups: Sequence[Sequence[float]], level: float = PUBLISHED_LEVEL) -> float | None:
-    """Half-width of the confidence interval of the mean of all values, each of which is its group's mean and an error.
+def half_width(groups: Sequence[Sequence[float]]) -> float | None:
+    """Half-width of the 95 % confidence interval of the mean of values, each of which is its group's mean and an error.
 
     The errors are those within the groups; if no group has two values, all values count as one group.
 
@@ -108,4 +108,4 @@ def half_width(groups: Sequence[Sequence[float]], level: float = PUBLISHED_LEVEL
     if freedom < 1:
         return None
     variance = sum(float(np.sum((np.asarray(group) - np.mean(group)) ** 2)) for group in repeated) / freedom
-    return float(stats.t.ppf((1 + level) / 2, freedom)) * sqrt(variance / count)
+    return float(stats.t.ppf((1 + PUBLISHED_LEVEL) / 2, freedom)) * sqrt(variance / count)

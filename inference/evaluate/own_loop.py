@@ -24,15 +24,14 @@ from inference.evaluate.conditions import (
     versions,
 )
 from inference.evaluate.figures import Summary, summarise
-from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.results import Measured
 from inference.evaluate.step_times import MedianStepTimes, timing_error
-from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
+from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
+from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
 from inference.timing import MachineLoad
 from inference.verifier.base import Base, resolve_device
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.session import Session, Step
 
 MAX_REPEATS = 5  # of a benchmark whose speed-ups are not precise

@@ -19,9 +19,9 @@ from inference.evaluate.tables import (
     COUNTING_RULE,
     benchmark_tables,
     evaluations_table,
+    fastest,
     footnotes,
     headline,
-    measured_speeds,
     number,
 )
 from inference.verifier.session import common_prefix
@@ -150,10 +150,8 @@ def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[di
     """
     drafters = list(dict.fromkeys(drafter for by_drafter in results.answers.values() for drafter in by_drafter))
     baselines = {name for by in results.summaries.values() for name, summary in by.items() if summary.is_baseline}
-    fastest = next(iter(measured_speeds(results.summaries)), None)
-    drafters = sorted(
-        [name for name in drafters if name not in baselines] or drafters, key=lambda name: name != fastest
-    )
+    first = fastest(results)
+    drafters = sorted([name for name in drafters if name not in baselines] or drafters, key=lambda name: name != first)
     count = max(1, min(MAX_ANSWERS_PER_DRAFTER, MAX_ANSWERS // max(1, len(drafters))))
     chosen = []
     for drafter in drafters:

@@ -13,10 +13,10 @@ from data.files import atomic_write, write_text
 from data.safe_text import SafeConsole, escape_markdown, safe_line
 from inference import recount
 from inference.evaluate import compare, tables
-from inference.evaluate.options import Format
 from inference.evaluate.page import find_decoder, write_page
 from inference.evaluate.results import EvaluationResults, read, read_all
 from inference.evaluate.tables import Row, Table, number
+from inference.options import Format
 from inference.runs import new_file
 
 

@@ -47,7 +47,7 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
         listed = validated(dict[str, list[Summary]], content["results"])
         if not listed or not all(listed.values()):
             raise ValueError("no results")
-    summaries = {benchmark: {summary.name: summary for summary in own} for benchmark, own in listed.items()}
+    summaries = {benchmark: {summary.name: summary for summary in by_name} for benchmark, by_name in listed.items()}
     answers: Answers = {benchmark: {} for benchmark in summaries}
     recorded = {(benchmark, answers[0].drafter): answers for benchmark, _, answers in read_answers(Path(folder))}
     for benchmark, by_drafter in summaries.items():

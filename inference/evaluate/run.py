@@ -13,14 +13,13 @@ from inference import drafter_specs, sandbox
 from inference.evaluate import tables
 from inference.evaluate.answers import AnswerFiles
 from inference.evaluate.figures import reasoning
-from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.own_loop import OwnLoop
 from inference.evaluate.page import write_page
 from inference.evaluate.report import figure_rows, write_tables
 from inference.evaluate.results import EvaluationResults, write
-from inference.prompts import BenchmarkPrompts, QuestionOptions, find_reasoning_marks
+from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
+from inference.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.verifier.base import load_base_info
-from inference.verifier.options import ModelOptions, SamplingOptions
 
 
 def evaluate(
@@ -31,7 +30,7 @@ def evaluate(
     out: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Run `drafters eval`, see `inference.evaluate.command.evaluate`."""
+    """Run `drafters eval`, see `inference.commands.evaluate`."""
     check(options, sampling)
     questions = selection.load()
     has_programs = any(find_benchmark(name)[0].runs_code for name in questions)

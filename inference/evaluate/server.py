@@ -43,13 +43,12 @@ from inference.evaluate.figures import (
     pair_answers,
 )
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
-from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.results import Answers, Measured, Summaries
 from inference.openai_server import OpenAIServer, ServerError, server_root, storable
-from inference.prompts import BenchmarkPrompts, QuestionOptions, encode_question
+from inference.options import EvaluationOptions, ModelOptions, QuestionOptions
+from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
 from inference.verifier.base import BaseConfig
-from inference.verifier.options import ModelOptions
 from inference.vllm.command import installed_vllm, make_launch
 from inference.vllm.running import Counts, free_port, read_counts, running_vllm
 from inference.vllm.served_drafter import REQUIREMENT

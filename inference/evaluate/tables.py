@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from data.safe_text import escape_markdown, safe_line
-from inference.evaluate.conditions import BASELINE, OWN_LOOP, describe
+from inference.evaluate.conditions import BASELINE, describe
 from inference.evaluate.figures import Category, LengthRange, Summary
 from inference.evaluate.intervals import UNKNOWN, Estimate, Interval
 from inference.evaluate.results import EvaluationResults
@@ -283,35 +283,31 @@ def markdown(results: EvaluationResults) -> str:
 
 
 def headline(results: EvaluationResults) -> str:
-    """The evaluation in one sentence, about the fastest of the drafters that answered the most benchmarks."""
-    speeds = measured_speeds(results.summaries)
-    if not speeds:
+    """The evaluation in one sentence, about the fastest drafter."""
+    name = fastest(results)
+    if name is None:
         (alone, *_), *_ = (list(by_drafter.values()) for by_drafter in results.summaries.values())
         return f"Only {alone.name} was run: {number(alone.speed.tokens_per_second, places=1)} tokens per second."
-    name = next(iter(speeds))
     summaries = [by_drafter[name] for by_drafter in results.summaries.values() if name in by_drafter]
     identical, questions = sum(s.identical for s in summaries), sum(s.questions for s in summaries)
     texts = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
     ends = [f"{end:.2f}" for end in summaries[0].speed.best.interval or ()] if len(summaries) == 1 else []
-    speed = f"{speeds[name]:.2f}x" + (f" ({' to '.join(ends)})" if len(set(ends)) > 1 else "")
-    length = _geometric_mean(summary.acceptance.length.value for summary in summaries)
+    speed = f"{_geometric_mean(s.speed.best.value for s in summaries):.2f}x"
+    speed += f" ({' to '.join(ends)})" if len(set(ends)) > 1 else ""
+    length = _geometric_mean(s.acceptance.length.value for s in summaries)
     accepted = f", {length:.1f} tokens per base forward" if length else ""
     over = f"{questions} question{'' if questions == 1 else 's'}"
     over += f" of {len(summaries)} benchmarks (geometric means)" if len(summaries) > 1 else ""
-    engine = results.conditions.engine
-    place = "" if engine == OWN_LOOP else f", in {engine}"
-    return f"{name} writes {texts} {_base(summaries[0])} at {speed} its speed{accepted}, over {over}{place}."
+    return f"{name} writes {texts} {_base(summaries[0])} at {speed} its speed{accepted}, over {over}."
 
 
-def measured_speeds(summaries: Mapping[str, Mapping[str, Summary]]) -> dict[str, float]:
-    """The geometric mean speed-up of each drafter that answered the most benchmarks, the fastest first."""
-    by_name: dict[str, list[float | None]] = {}
-    for by_drafter in summaries.values():
-        for drafter in _without_baseline(by_drafter):
-            by_name.setdefault(drafter, []).append(by_drafter[drafter].speed.best.value)
-    most = max(map(len, by_name.values()), default=0)
-    speeds = {name: _geometric_mean(values) for name, values in by_name.items() if len(values) == most}
-    return dict(sorted(speeds.items(), key=lambda item: -item[1]))
+def fastest(results: EvaluationResults) -> str | None:
+    """The drafter with the highest geometric mean of speed-ups, of those that answered the most benchmarks."""
+    speeds: dict[str, list[float | None]] = {}
+    for by_drafter in results.summaries.values():
+        for name in _without_baseline(by_drafter):
+            speeds.setdefault(name, []).append(by_drafter[name].speed.best.value)
+    return max(speeds, key=lambda name: (len(speeds[name]), _geometric_mean(speeds[name])), default=None)
 
 
 def _base(summary: Summary) -> str:

@@ -9,12 +9,12 @@ import torch
 
 from data.conversations import Message
 from inference.openai_server import Completion, OpenAIServer, ServerError
+from inference.options import GREEDY, SamplingOptions
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base, base_hash
 from inference.verifier.cache import BufferCache
 from inference.verifier.layers import cache_argument
-from inference.verifier.options import GREEDY, SamplingOptions
 from inference.verifier.sampling import KeyedSampler, draw_tokens, most_probable
 
 NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,10 +14,10 @@ from data.templates import PRIVATE_USE, THINKING, render, resolve_template, temp
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
 from inference.journal import Journal
+from inference.options import GREEDY, AnswerOptions, ModelOptions, SamplingOptions, ServerOptions
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.runs import new_file, progress_bars
-from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 from inference.verifier.session import check_prompt
 
@@ -25,67 +25,11 @@ OWN_PROMPTS = SamplingOptions(temperature=0.85)  # how prompts of the base's own
 MAX_PROMPT_TOKENS = 192  # a longer one is left out
 
 
-@dataclass(frozen=True)
-class AnswerOptions:
-    """Which turns are answered, and at what length.
-
-    Args:
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
-        turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
-        limit: Maximum number of conversations; by default all.
-        max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
-        max_length: Maximum number of tokens of a conversation; by default the context length of the base.
-        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
-        batch_size: Prompts decoded together. An interrupted run loses at most this many answers.
-        own_prompts: Prompts that the base writes itself and then answers, beside those of ``files`` (Magpie).
-    """
-
-    template: str = "tokenizer"
-    turns: Literal["all", "first"] = "all"
-    limit: int | None = None
-    max_new_tokens: int = 512
-    max_length: int | None = None
-    num_answers: int = 1
-    batch_size: int = 64
-    own_prompts: int = 0
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """An OpenAI-compatible server that answers instead of a base in this process.
-
-    Args:
-        server: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
-        model: Name under which the server offers the base; by default the first model that it lists.
-        concurrency: Maximum number of requests to the server at the same time.
-    """
-
-    server: str | None = None
-    model: str | None = None
-    concurrency: int = 16
-
-
 def regenerate(
-    base_model: ModelOptions,
-    answers: AnswerOptions,
-    sampling: SamplingOptions,
-    source: ServerOptions,
-    out: str,
-    files: list[str] = [],  # noqa: B006
-    overwrite: bool = False,
-) -> None:
-    """Let the base answer the prompts of conversations, or its own; drafters learn best from the base's own text.
-
-    Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
-    repeat it to continue. With --server, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
-    and only the tokenizer of the base is loaded. Every sampled answer has a seed of its own, made of the seed given,
-    the place of its conversation in the files, the number of the answer and the turn.
-
-    Args:
-        files: Conversations, as data.files of a training; their own answers are ignored. May be repeated.
-        out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far, OUT.prompts own prompts.
-        overwrite: Replace an existing file, and the partial file of another command.
-    """
+    base_model: ModelOptions, answers: AnswerOptions, sampling: SamplingOptions, source: ServerOptions, out: str,
+    files: list[str], overwrite: bool,
+) -> None:  # fmt: skip
+    """Run `drafters regenerate`, see `inference.commands.regenerate`."""
     numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": source.concurrency}
     numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size")}
     check_at_least(1, **{name: number for name, number in numbers.items() if number is not None})

@@ -28,18 +28,19 @@ from data.files import validated
 from data.safe_text import safe_line
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
+from inference.arguments import LOWEST_TEMPERATURE
 from inference.generation import IncrementalDetokenizer
+from inference.options import SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.compiled import make_runner
-from inference.verifier.options import SamplingOptions
-from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, Sampler
+from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
 
 WARM_UP_TOKENS = 4  # the first steps of a process are slow
 MAX_BODY_BYTES = 4 << 20  # of a request: about a million tokens
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # in which the head of a request must arrive, and its body
-Step = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
+StepReport = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # say nothing about the text
 # With these values fields that are not served ask for nothing; any other such field with false, 0 or what is empty.
 NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["repetition_penalty", "length_penalty", "best_of"], (1,))
@@ -113,7 +114,7 @@ class Decoder:
         check_prompt(self.base, prompt, num_new_tokens)
         return prompt
 
-    async def answer(self, request: ChatRequest, prompt: list[int]) -> AsyncGenerator[Step, None]:
+    async def answer(self, request: ChatRequest, prompt: list[int]) -> AsyncGenerator[StepReport, None]:
         """Yield the steps of an answer. Closing the generator ends decoding after the running step."""
         # A queue, so that a client that reads slowly delays no other one.
         steps, is_closed, loop = asyncio.Queue[Any](), threading.Event(), asyncio.get_running_loop()
@@ -134,7 +135,7 @@ class Decoder:
             is_closed.set()
             job.cancel()
 
-    def steps(self, request: ChatRequest, prompt: list[int]) -> Iterator[Step]:
+    def steps(self, request: ChatRequest, prompt: list[int]) -> Iterator[StepReport]:
         """Decode an answer step by step."""
         self.drafter.reset()
         session = Session(self.runner, self.drafter if request.use_drafter else NoDrafter(), request.sampler())
@@ -147,7 +148,7 @@ class Decoder:
                 drafted = text if count <= cost.accepted else drafted
                 if answer.is_stopped:
                     break
-            step: Step = {
+            step: StepReport = {
                 "text": text,
                 "finish_reason": "stop" if answer.is_stopped or token in eos else "length" if is_last else None,
                 "num_accepted_characters": len(drafted),
@@ -276,7 +277,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def stream(
-    steps: AsyncGenerator[Step, None], request: ChatRequest, head: dict[str, Any], num_prompt_tokens: int
+    steps: AsyncGenerator[StepReport, None], request: ChatRequest, head: dict[str, Any], num_prompt_tokens: int
 ) -> AsyncIterator[str]:
     """An answer as server-sent events; an error is an event, too."""
 
@@ -284,7 +285,7 @@ async def stream(
         chunk = {**head, "object": "chat.completion.chunk", "choices": [{"index": 0, **choice} for choice in choices]}
         return f"data: {ChatCompletionChunk.model_validate(chunk | more).model_dump_json(exclude_unset=True)}\n\n"
 
-    done: list[Step] = []
+    done: list[StepReport] = []
     async with aclosing(steps):
         try:
             async for step in steps:
@@ -301,7 +302,7 @@ async def stream(
     yield "data: [DONE]\n\n"
 
 
-def usage(steps: list[Step], num_prompt_tokens: int) -> dict[str, Any]:
+def usage(steps: list[StepReport], num_prompt_tokens: int) -> dict[str, Any]:
     """What an answer cost, with the numbers of draft tokens that were accepted and rejected."""
     names = "num_tokens", "num_accepted", "num_rejected"
     num_tokens, accepted, rejected = (sum(step[name] for step in steps) for name in names)

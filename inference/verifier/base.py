@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from data.dtypes import Dtype
 from data.gguf import is_gguf
 from data.hub import split_revision
 from data.templates import end_tokens
@@ -23,7 +24,7 @@ from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.arguments import checks_arguments
-from inference.bases import Dtype, load_config, load_model
+from inference.bases import load_config, load_model
 from inference.timing import processor_name
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed

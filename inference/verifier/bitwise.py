@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from drafters.tree import DraftTree
 
 BLOCK, MAX_DEPTH = 32, 32  # a row's keys are split at a multiple of BLOCK, MAX_DEPTH or more keys before the row
-TAIL = BLOCK + MAX_DEPTH  # the most keys from that place to the row itself
 MIN_TAIL, MAX_TAIL = 32, 128  # keys of a tail: products of very few keys, and of many (from 193 in MKL), sum otherwise
 KEY_BLOCK = 512  # torch's attention on a CPU reads the keys in blocks of this size
 ROW_MULTIPLE, MIN_COLUMNS = 4, 16  # products of fewer rows, or with fewer columns, sum in another order
@@ -148,11 +147,9 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of H heads over K key heads, as transformers calls it: (1, H, S, d), (1, K, C, d), (1, K, C, e).
 
-    The mask is a `carrier` of row groups, or `StepKeys`; any other goes to the model's own attention. ``softcap``
-    bounds the scores (Gemma 2). Returns (1, S, H, e), zero for rows of no group.
+    The mask is a `carrier` of row groups; any other goes to the model's own attention. ``softcap`` bounds the scores
+    (Gemma 2). Returns (1, S, H, e), zero for rows of no group.
     """
-    if isinstance(attention_mask, StepKeys):
-        return _attend_step(query, key, value, attention_mask, scaling), None
     groups = getattr(attention_mask, "groups", None)
     if groups is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -235,69 +232,6 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: flo
     if softcap:
         return torch.bmm(query.float(), key.float().mT).mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
     return torch.baddbmm(mask, query.float(), key.float().mT, alpha=scale)
-
-
-# ---- the same in fixed shapes, for compiled steps
-
-
-class StepKeys(NamedTuple):
-    """Which of C positions of a fixed cache each of R rows reads; the masks are additive, in float32.
-
-    Each row gathers a tail of its own, in the order of positions. So the place of a key, too, depends on positions
-    alone, and the order in which a kernel adds does not matter as long as it is the same for the same shape.
-    """
-
-    tail: Tensor  # (R, T) places in the cache of the positions from `aligned_end` on
-    tail_mask: Tensor  # (R, T)
-    aligned_mask: Tensor  # (R, C)
-
-
-def tail_places(num_pending: int, tree: DraftTree, start: int) -> np.ndarray:
-    """The places (P + M, T) in the cache of the T positions from the `aligned_end` of each row on.
-
-    The nodes are at most `MAX_DEPTH` deep. Positions behind a row, which it does not see, have any place.
-    """
-    root, depths = start + num_pending - 1, np.array(tree.depths, int)
-    ends = aligned_end(np.concatenate([np.arange(start, root + 1), root + depths]))
-    places = np.minimum(ends[:, None] + np.arange(TAIL), root)
-    rows, nodes = np.nonzero(tree.ancestor_mask())
-    places[num_pending + rows, root + depths[nodes] - ends[num_pending + rows]] = root + 1 + nodes
-    return places
-
-
-def _attend_step(query: Tensor, key: Tensor, value: Tensor, keys: StepKeys, scaling: float | None) -> Tensor:
-    """Attention (1, R, H, e) of a compiled step.
-
-    The sums over blocks of aligned keys are added in halves: a longer cache adds blocks of masked keys, which are zero.
-    """
-    num_key_heads, num_rows, length, width = key.shape[1], query.shape[2], key.shape[2], value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    vectors = query[0].unflatten(0, (num_key_heads, -1))  # (K, n, R, d)
-    num_repeats = vectors.shape[1]
-
-    def by_row(folded: Tensor) -> Tensor:  # (K, n * R, x) -> (R * K, n, x)
-        return folded.unflatten(1, (num_repeats, num_rows)).permute(2, 0, 1, 3).flatten(0, 1)
-
-    def gather(states: Tensor) -> Tensor:  # (1, K, C, x) -> (R * K, T, x)
-        return states[0].transpose(0, 1)[keys.tail].transpose(1, 2).flatten(0, 1)
-
-    def with_ones(states: Tensor) -> Tensor:  # a column adds up the weights; 16 keep the rows of products aligned
-        return F.pad(states.float(), (0, MIN_COLUMNS), value=1.0)
-
-    tail_mask = keys.tail_mask.repeat_interleave(num_key_heads, 0)[:, None]
-    tail = _scores(by_row(vectors.flatten(1, 2)), gather(key), tail_mask, scale, None)  # (R * K, n, T)
-    aligned = _scores(vectors.flatten(1, 2), key[0], keys.aligned_mask.repeat(num_repeats, 1), scale, None)
-    top = torch.maximum(tail.amax(-1, keepdim=True), by_row(aligned.amax(-1, keepdim=True)))
-    folded_top = top.unflatten(0, (num_rows, num_key_heads)).permute(1, 2, 0, 3).flatten(1, 2)  # (K, n * R, 1)
-    blocks = -1, min(MAX_TAIL, length)  # of which each is a product of its own
-    weights = (aligned - folded_top).exp().unflatten(2, blocks).transpose(1, 2).flatten(0, 1)
-    sums = torch.bmm(weights, with_ones(value[0]).unflatten(1, blocks).flatten(0, 1)).unflatten(0, (num_key_heads, -1))
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    total = by_row(sums[:, 0]) + torch.bmm((tail - top).exp(), with_ones(gather(value)))
-    mixed = (total[..., :width] / total[..., width : width + 1]).to(query.dtype)  # (R * K, n, e)
-    return mixed.unflatten(0, (num_rows, num_key_heads)).flatten(1, 2)[None]
 
 
 # ---- where transformers finds it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -14,13 +13,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.output_capturing import _active_collector
 
 from drafters.tree import DraftTree
-from inference.verifier.attention import Fed, first_visible, longrope_border, visible_rows
+from inference.verifier.attention import Fed, first_visible, visible_rows
 from inference.verifier.base import Base
-from inference.verifier.bitwise import BLOCK, LOWEST, MAX_DEPTH, TAIL, StepKeys, tail_places
 from inference.verifier.cache import BufferCache
 from inference.verifier.check import check_config, check_once, difference, rounding_limits, usual_tokens
 from inference.verifier.draft_model import DraftRunner
-from inference.verifier.layers import PLAIN_MODEL_TYPES, cache_name, run_base
+from inference.verifier.layers import cache_name, run_base
 from inference.verifier.packed import PackedLinear
 from inference.verifier.row_multiples import row_multiple
 from inference.verifier.runner import ForwardOutput, Runner
@@ -28,8 +26,6 @@ from inference.verifier.runner import ForwardOutput, Runner
 BACKEND = "inductor"
 SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
 NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
-BITWISE_ROWS = (8, 20, 68)  # the same of bit-identical rows, rounded up to a multiple; no step has more rows
-MULTIPLES = 4, 96  # that are tried for them; the second makes all of `BITWISE_ROWS` the same
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
 
 
@@ -44,6 +40,8 @@ def make_runner(base: Base, compile: bool = False, vocab_size: int | None = None
     if compile:
         if any(isinstance(module, PackedLinear) for module in base.model.modules()):
             raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of both")
+        if base.bitwise:
+            raise ValueError(f"{base.name} has no bit-identical rows in compiled steps: leave out one of the two")
         if base.check:
             check_once(base)
         return CompiledRunner(base)
@@ -64,11 +62,7 @@ class CompiledRunner(Runner):
     occurs is compiled at its first use, which takes seconds, and once more for each set of hidden layers that drafters
     require. Its first result is compared with that of the eager forward.
 
-    Rows are bit-identical if the base asks for it: then prompts are read by compiled steps, too, and trees have at most
-    64 nodes or so. Each new graph must give the very bits of one that was there before it. Where a step of few rows
-    gives other bits than one of many, all steps have as many.
-
-    Raises ValueError as `Runner` does, or if the base cannot be compiled as one graph. Where only the hidden states of
+    Raises ValueError if the base cannot be compiled as one graph. Where only the hidden states of
     a drafter cannot, `forward` raises it.
     """
 
@@ -80,42 +74,17 @@ class CompiledRunner(Runner):
         self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
         *text, last = usual_tokens(config, 5)  # the states of a first token alone can be too large to compare
         super()._forward(text, DraftTree(), ())  # allocates the cache
-        self._is_measured = False
-        if base.bitwise:
-            unfit = config.model_type if config.model_type not in PLAIN_MODEL_TYPES else None
-            unfit = "longrope scaling" if longrope_border(config) else unfit
-            unfit = "eager attention" if config._attn_implementation == "eager" else unfit
-            if unfit or not (multiple := row_multiple(self, MULTIPLES, compares_states=False)):
-                raise ValueError(
-                    f"{base.name} has no bit-identical rows in compiled steps{f' ({unfit})' if unfit else ''}: leave "
-                    "out --forward compiled or --bitwise true"
-                )
-            self.row_multiple, self._is_measured = multiple, True
-        self.reset()
-        super()._forward(text, DraftTree(), ())
         self.commit([])
         self._forward([last], DraftTree(), ())
         self.reset()
 
-    @property
-    def num_rows(self) -> tuple[int, ...]:
-        """The numbers of rows that steps have, rising."""
-        multiple = self.row_multiple
-        return NUM_ROWS if multiple is None else tuple(rows + -rows % multiple for rows in BITWISE_ROWS)
-
-    @property
-    def max_rows(self) -> int:
-        return self.num_rows[-1] if self.row_multiple else sys.maxsize
-
     def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
         num_fed, self._num_pending = len(pending) + len(tree), len(pending)
-        num_rows = next((rows for rows in self.num_rows if rows >= num_fed), None)
+        num_rows = next((rows for rows in NUM_ROWS if rows >= num_fed), None)
         if num_rows is None:
-            assert not self.row_multiple, "a tree has more nodes than the limits of the step"
             return super()._forward(pending, tree, layers)
-        # A cache grows so early that the next graph can be compared with one of the present length.
-        length, end = self.cache.capacity, self.cached + num_rows + (self.max_rows if self.row_multiple else 0)
-        while length < end:
+        length = self.cache.capacity
+        while length < self.cached + num_rows:
             length *= 2
         key = num_rows, length, tuple(layers)
         if key not in self._graphs:
@@ -127,11 +96,6 @@ class CompiledRunner(Runner):
     ) -> ForwardOutput:
         """Compile a step, and compare its first result with that of the eager forward."""
         num_rows, length, layers = key
-        before = None
-        if self._is_measured:
-            room = self.cache.capacity - self.cached
-            others = (graph for graph in self._graphs.values() if len(pending) + len(tree) <= graph.num_rows <= room)
-            before = next((graph(self.causal_lm, pending, tree, self.cached).logits for graph in others), None)
         if self.cache.capacity < length:
             self.cache.grow(length, *self.cache.views[0])
         # The graphs of a smaller cache are of no more use, and would keep its memory.
@@ -156,11 +120,6 @@ class CompiledRunner(Runner):
                 f"{refusal}: the outputs of a compiled step differ from those of the eager one by {gap:.2g} of their "
                 f"spread, rounding by {limit:.2g} at most: {hint}"
             )
-        if before is not None and not torch.equal(got.logits, before):
-            raise ValueError(
-                f"{self.base.name} has no bit-identical rows in compiled steps of {num_rows} rows behind {length} "
-                "positions: leave out --forward compiled or --bitwise true"
-            )
         self._graphs[key] = graph
         return got
 
@@ -170,18 +129,16 @@ class _Graph:
 
     def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
         length, device, self.num_rows = runner.cache.capacity, runner.base.model.device, num_rows
-        self._is_bitwise = runner.row_multiple is not None
-        num_inputs = VISIBLE + (TAIL if self._is_bitwise else num_rows)
-        self._inputs = torch.zeros(num_inputs, num_rows, dtype=torch.long, device=device)
+        self._inputs = torch.zeros(VISIBLE + num_rows, num_rows, dtype=torch.long, device=device)
         torch._dynamo.mark_static_address(self._inputs, guard=False)
         cache = StepCache(runner.cache.views, self._inputs[SLOTS])
-        dtype = None if self._is_bitwise else runner.base.model.dtype
+        dtype = runner.base.model.dtype
         self._arguments = self._inputs, cache, length, runner.attention.spans, dtype, layers
         self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
         self._is_captured = device.type == "cuda"
 
     def __call__(self, model: nn.Module, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
-        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self.num_rows, self._is_bitwise)))
+        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self.num_rows)))
         logits, hidden = self._run(model, *self._arguments)
         num_fed, root = len(pending) + len(tree), len(pending) - 1
         logits, hidden = logits[root:num_fed], hidden if hidden is None else hidden[:num_fed]
@@ -207,26 +164,19 @@ def compile_fixed(function: Callable[..., Any], name: str, device: torch.device)
 # ---- the step as a function of tensors
 
 
-def step_inputs(
-    pending: Sequence[int], tree: DraftTree, start: int, num_rows: int, is_bitwise: bool = False
-) -> np.ndarray:
+def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
     """Return what a step of R rows behind ``start`` positions reads, one array (3 + R, R) for one copy to the device.
 
-    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees;
-    for bit-identical rows, the T places of the tail of each fed row instead (3 + T, R), see `tail_places`. The rows
-    behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies behind the
-    text.
+    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees.
+    The rows behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies
+    behind the text.
     """
     num_fed, root = len(pending) + len(tree), start + len(pending) - 1
     num_padded = num_rows - num_fed
-    inputs = np.zeros((VISIBLE + (TAIL if is_bitwise else num_rows), num_rows), np.int64)
+    inputs = np.zeros((VISIBLE + num_rows, num_rows), np.int64)
     inputs[IDS] = [*pending, *tree.tokens, *[pending[-1]] * num_padded]
     inputs[POSITIONS] = [*range(start, root + 1), *(root + depth for depth in tree.depths), *[root] * num_padded]
     inputs[SLOTS] = range(start, start + num_rows)
-    if is_bitwise:
-        places = tail_places(len(pending), tree, start)
-        inputs[VISIBLE:] = np.concatenate([places, places[[len(pending) - 1] * num_padded]]).T
-        return inputs
     inputs[VISIBLE : VISIBLE + num_fed, :num_fed] = visible_rows(len(pending), tuple(tree.parents))
     inputs[VISIBLE + num_fed :, : len(pending)] = True
     return inputs
@@ -253,36 +203,20 @@ def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: tor
     return masks
 
 
-def step_keys(inputs: Tensor, length: int, spans: Mapping[str, int]) -> dict[str, StepKeys]:
-    """Return what the rows of a bit-identical step read, for each kind of attention; the arguments as `step_masks`."""
-    positions, tail = inputs[POSITIONS][:, None], inputs[VISIBLE:].T
-    places = torch.arange(length, device=inputs.device)
-    ends = (positions - MAX_DEPTH).clamp(min=0) // BLOCK * BLOCK  # `aligned_end`, (R, 1)
-    tail_positions = ends + places[:TAIL]
-    keys = {}
-    for kind, span in spans.items():
-        is_tail, is_aligned = tail_positions <= positions, places < ends
-        if span <= length:
-            first = first_visible(kind, span, positions)
-            is_tail, is_aligned = is_tail & (tail_positions >= first), is_aligned & (places >= first)
-        keys[kind] = StepKeys(tail, ~is_tail * LOWEST, ~is_aligned * LOWEST)
-    return keys
-
-
 def run_step(
     model: nn.Module,
     inputs: Tensor,
     cache: StepCache,
     length: int,
     spans: Mapping[str, int],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """Run the base on R rows; the function that is compiled. The arguments are those of `step_masks` and `run_base`.
 
-    Without a dtype of masks, rows are bit-identical. Returns logits (R, V), and the hidden states (R, F * D) or None.
+    Returns logits (R, V), and the hidden states (R, F * D) or None.
     """
-    masks: Any = step_keys(inputs, length, spans) if dtype is None else step_masks(inputs, length, spans, dtype)
+    masks = step_masks(inputs, length, spans, dtype)
     fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)
     # A model that was once asked for hidden states keeps hooks that read this; torch can trace that once it is set.
     token = _active_collector.set(None)

@@ -24,25 +24,24 @@ VECTORS = 32  # values that torch's elementwise functions compute at once, in fl
 PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # the trees and chains that are tried,
 CUTS = 4, 12, 24, 28, 48, 56, 76  # and where the text is cut
 
-# What was measured of models, by their states and the multiples that were tried.
-_measured: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], int | None]] = WeakKeyDictionary()
+# What was measured of models, by their states.
+_measured: WeakKeyDictionary[Any, dict[int, int | None]] = WeakKeyDictionary()
 
 
-def row_multiple(runner: Runner, multiples: tuple[int, ...] = MULTIPLES, compares_states: bool = True) -> int | None:
-    """Return the smallest of some numbers of whose multiples a runner must feed its rows to keep their bits, if any.
+def row_multiple(runner: Runner) -> int | None:
+    """Return the smallest of `MULTIPLES` that a runner must feed its rows in to keep their bits, if there is one.
 
-    It is measured once for each state of the runner's model, by its logits, and the states of its last layer unless
-    ``compares_states`` is false. A model that has one then attends by `bitwise.attend`. Raises ValueError if the base
-    must have bit-identical rows and its model cannot compute them.
+    It is measured once for each state of the runner's model, which then attends by `bitwise.attend`. Raises ValueError
+    if the base must have bit-identical rows and its model cannot compute them.
     """
     model, config = runner.base.model, runner.causal_lm.config
     if any("expert" in name for name, _ in model.named_modules()):
         return None  # an expert multiplies few rows, however many are fed
     use_own_attention(config)
-    measured, state = _measured.setdefault(model, {}), (model_state(model), multiples)
+    measured, state = _measured.setdefault(model, {}), model_state(model)
     if state not in measured:
         try:
-            measured[state] = _measure(runner, multiples, compares_states)
+            measured[state] = _measure(runner)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # layers that do something else with the mask raise errors of many types
@@ -55,7 +54,7 @@ def row_multiple(runner: Runner, multiples: tuple[int, ...] = MULTIPLES, compare
     return measured[state]
 
 
-def _measure(runner: Runner, multiples: Sequence[int], compares_states: bool) -> int | None:
+def _measure(runner: Runner) -> int | None:
     """Find the smallest multiple with which a runner keeps the bits of its rows, if there is one.
 
     Compared are the logits of a random text: token by token behind a prompt that is read in one piece, and in draft
@@ -68,11 +67,11 @@ def _measure(runner: Runner, multiples: Sequence[int], compares_states: bool) ->
     trees = [tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
     trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in CHAINS]
     try:
-        for multiple in multiples:
+        for multiple in MULTIPLES:
             runner.row_multiple = multiple
             # The last values of an activation are computed without vectors, which may round differently, but rarely.
             fills_vectors = multiple * getattr(runner.base.config, "intermediate_size", 0) % VECTORS == 0
-            if fills_vectors and _rows_agree(runner, text, trees, compares_states):
+            if fills_vectors and _rows_agree(runner, text, trees):
                 return multiple
         return None
     finally:
@@ -80,12 +79,10 @@ def _measure(runner: Runner, multiples: Sequence[int], compares_states: bool) ->
         runner.reset()
 
 
-def _rows_agree(
-    runner: Runner, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]], compares_states: bool
-) -> bool:
+def _rows_agree(runner: Runner, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]]) -> bool:
     """Whether each node of the trees that is in the text, and the root, has the logits of decoding token by token."""
     root = len(text) - PATH_LENGTH - 1
-    required_outputs = RequiredOutputs((runner.base.config.num_hidden_layers,) * compares_states)
+    required_outputs = RequiredOutputs((runner.base.config.num_hidden_layers,))
 
     def read(*pieces: Sequence[int]) -> Tensor:
         """Read a text from its beginning, and return the last states of all tokens, or the logits of each piece."""

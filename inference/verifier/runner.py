@@ -1,6 +1,5 @@
 """One base and its KV cache: a forward over pending tokens and draft tree, then commit what was accepted."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,11 +47,6 @@ class Runner:
         """The base's model, without peft's wrapper."""
         return unwrap(self.base.model)
 
-    @property
-    def max_rows(self) -> int:
-        """The most tokens that one forward reads, at least one of them pending."""
-        return sys.maxsize
-
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""
         self.cached = 0
@@ -77,11 +71,10 @@ class Runner:
         one reads the root and the tree.
         """
         layers, states = required_outputs.hidden_layers, []
-        size = min(self.base.prefill_chunk or len(pending), self.max_rows)
+        size = self.base.prefill_chunk or len(pending)
         # The angles of longrope positions depend on where their forward ends.
         may_be_split = self.attention.is_short(self.cached + len(pending))
-        while may_be_split and len(pending) > min(size, max(1, self.max_rows - len(tree))):
-            size = min(size, len(pending) - 1)
+        while may_be_split and len(pending) > size:
             states.append(self._forward(pending[:size], DraftTree(), layers).hidden)
             self.commit([])
             pending = pending[size:]

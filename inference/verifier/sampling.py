@@ -16,10 +16,10 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWar
 
 from drafters.checks import check_at_least
 from drafters.tree import ROOT, DraftTree
+from inference.arguments import LOWEST_TEMPERATURE
 from inference.verifier.acceptance import accept, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
 
-LOWEST_TEMPERATURE = 1e-5
 """Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
 
 
@@ -128,7 +128,7 @@ class KeyedSampler(Sampler):
     base would have made without a drafter. Draft tokens that were drawn at random (``tree.distributions``) go through
     multi-round rejection: the text is another one, from the same distribution.
 
-    The options are those of `inference.verifier.options.SamplingOptions`, with a temperature above 0; values below
+    The options are those of `inference.options.SamplingOptions`, with a temperature above 0; values below
     `LOWEST_TEMPERATURE` count as this one. Logits processors come before temperature, top_k and top_p.
     """
 

@@ -148,7 +148,6 @@ class Session:
         """The limits of the next proposal: those of the text's length, the base's context and the request."""
         length = len(self.seq)
         seed, positions = derived_seed(self.sampler.seed, length), self.runner.prepare(length)
-        max_nodes = min(max_nodes, self.runner.max_rows - 1)
         return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from data.gguf import is_gguf
 from data.hub import find_base, split_revision
@@ -38,35 +38,6 @@ class Launch:
         """The line for a shell, which takes no word in quotes for a variable."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, "python", shlex.join(self.arguments)])
-
-
-def serve_command(
-    drafter: str,
-    base: str | None = None,
-    engine: Literal["vllm"] = "vllm",
-    num_tokens: int | None = None,
-    dtype: str = "auto",
-    port: int = 8000,
-) -> None:
-    """Print the command that starts an OpenAI-compatible server of a base with a drafter.
-
-    The drafter is loaded and compared with the base's tokenizer and dimensions, so that a mistake shows here and not
-    when the engine has started. The texts are those of the base alone, whatever the drafter.
-
-    Args:
-        drafter: Folder of a CTC or block drafter, or of one exported with ``--format vllm``; or a drafter that reads
-            only tokens, such as anpd or joint:runner_up=0.
-        base: Folder or hub id of the base; by default the one that the drafter was trained for.
-        engine: The engine.
-        num_tokens: Largest number of draft tokens per step; by default what the drafter was trained for, else 6.
-        dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
-        port: Port of the server.
-    """
-    launch = make_launch(base, drafter, num_tokens, dtype, port)
-    _, installed = installed_vllm()
-    if not installed:
-        print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
-    print(launch.line)
 
 
 def make_launch(

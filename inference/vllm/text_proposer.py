@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Follower:
+class AssignedDrafter:
     """A drafter and the text that it has followed so far."""
 
     drafter: Drafter
@@ -49,7 +49,7 @@ class Follower:
         return list(self.chain.tokens)
 
 
-class Followers:
+class DrafterPool:
     """As many drafters, built by a function, as texts are decoded at the same time.
 
     vLLM hands over rows of tokens that it reorders, without the names of their requests. So each drafter is found by
@@ -59,22 +59,22 @@ class Followers:
 
     def __init__(self, build: Callable[[], Drafter]) -> None:
         self._build = build
-        self._followers: list[Follower] = []  # the one used last comes last
+        self._drafters: list[AssignedDrafter] = []  # the one used last comes last
 
     def propose(self, texts: list[np.ndarray], limits: Limits) -> list[list[int]]:
         """Return a chain for each text."""
-        longest_first = sorted(self._followers, key=lambda follower: len(follower.tokens), reverse=True)
-        matches: list[Follower | None] = []
+        longest_first = sorted(self._drafters, key=lambda drafter: len(drafter.tokens), reverse=True)
+        matches = []
         for text in texts:
-            match = next((follower for follower in longest_first if follower.fits(text)), None)
-            if match:
-                longest_first.remove(match)
-            matches.append(match)
-        idle = [follower for follower in self._followers if follower not in matches]
-        chosen = [match or (idle.pop() if idle else Follower(self._build())) for match in matches]
-        self._followers = [*idle, *chosen]
+            best = next((drafter for drafter in longest_first if drafter.fits(text)), None)
+            if best:
+                longest_first.remove(best)
+            matches.append(best)
+        idle = [drafter for drafter in self._drafters if drafter not in matches]
+        chosen = [best or (idle.pop() if idle else AssignedDrafter(self._build())) for best in matches]
+        self._drafters = [*idle, *chosen]
         rows = zip(chosen, texts, matches, strict=True)
-        return [follower.propose(text, limits, fits=match is not None) for follower, text, match in rows]
+        return [drafter.propose(text, limits, fits=best is not None) for drafter, text, best in rows]
 
 
 class TextProposer(Proposer):
@@ -82,8 +82,8 @@ class TextProposer(Proposer):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        self.followers = Followers(chain_builder(self.spec, self.base, self.num_tokens))
+        self.pool = DrafterPool(chain_builder(self.spec, self.base, self.num_tokens))
         logger.info("%s drafts chains of up to %d tokens", self.spec, self.num_tokens)
 
     def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
-        return self.followers.propose(texts, self.limits)
+        return self.pool.propose(texts, self.limits)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import against_transformers, gpu, harness, paper_figures, steps, training_speed
-from inference.prompts import QuestionOptions
+from inference.options import QuestionOptions
 from inference.verifier import compiled as verifier_compiled
 from inference.verifier.base import load_base
 from train.cli import parse

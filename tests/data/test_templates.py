@@ -25,12 +25,12 @@ from data.templates import (
     masked_text,
     render,
     resolve_template,
-    show_mask,
     template_hash,
     thinking_switch,
     with_date,
 )
 from data.tokenizer import tokenizer_hash
+from train.commands import show_mask
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "

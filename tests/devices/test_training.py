@@ -1,11 +1,12 @@
 """Training steps and simulated decoding of every learned drafter on an accelerator equal those of the host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import drafters
 from benchmarks import recipes
-from drafters.protocol import TrainingBatch
 from tests.inference.verifier import test_lossless as lossless
 from train.divisor import SharedDivisor
 from train.features import compute_features
@@ -15,7 +16,7 @@ NUM_STEPS = 2
 SMALL = {"num_anchors": 6}
 CTC = lossless.CTC | SMALL
 RECIPES = {
-    "ctc": (drafters.CTC, CTC | {"distillation": 0.5, "distillation_steps": 4}),
+    "ctc": (drafters.CTC, CTC | {"distillation": 0.5}),
     "ctc, the paper's loss": (drafters.CTC, CTC | {"objective": "ctc", "causal": True}),
     "ctc, bias and distillation": (
         drafters.CTC,
@@ -47,12 +48,12 @@ def train(base, drafter_class, arguments, accelerator=None):
         drafter.initialise(base.base_weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.03)
         texts, mask = TEXTS.to(device), MASK.to(device)
-        hidden, last_hidden, labels = compute_features(base, drafter.required_outputs.hidden_layers, texts)
+        outputs = compute_features(base, drafter.required_outputs.hidden_layers, texts, mask)
         divisor, seen = SharedDivisor(lambda count: count, 1), []
         if accelerator:
             accelerator.take_copies()
         for step in range(NUM_STEPS):
-            batch = TrainingBatch(hidden, last_hidden, texts, labels, mask, step, divisor)
+            batch = replace(outputs, step=step, divisor=divisor)
             loss, metrics = drafter.loss(batch, base.base_weights)
             optimizer.zero_grad()
             divisor.weighted(loss).backward()
@@ -61,7 +62,7 @@ def train(base, drafter_class, arguments, accelerator=None):
             seen += [loss.detach(), norm, *metrics.values()]
     copies = accelerator.take_copies() if accelerator else ([], [])
     drafter.eval().requires_grad_(False)
-    emitted = list(simulate_answers(drafter, base, hidden, texts, mask))
+    emitted = list(simulate_answers(drafter, base, outputs.hidden, texts, mask))
     return torch.stack([number.double().cpu() for number in seen]), drafter.state_dict(), emitted, copies
 
 

@@ -9,7 +9,7 @@ import yaml
 from data.benchmarks import BENCHMARKS
 from drafters import recipe
 from drafters.registry import learned, registered
-from inference import drafter_specs  # noqa: F401  registers the drafters that need a model
+from inference import model_drafters  # noqa: F401  registers the drafters that need a model
 from tests.docs.conftest import load_script
 
 ROOT = Path(__file__).parents[2]

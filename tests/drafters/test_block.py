@@ -49,7 +49,8 @@ def test_a_frame_reads_the_token_of_a_passage_that_it_predicts(make, base_weight
     (hidden, ids), at = text, torch.tensor([[9]])
 
     def states(tokens):
-        roots = Roots(at, ids[at], Passages(torch.tensor([[tokens]]), lengths=torch.tensor([[2]])))
+        passages = Passages(drafter.lookup, torch.tensor([[tokens]]), lengths=torch.tensor([[2]]))
+        roots = Roots(at, ids[at], passages)
         return drafter(hidden[None], roots, base_weights.embedding)[0, 0]
 
     before = states([5, 6, 7, 8])

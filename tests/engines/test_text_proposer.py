@@ -2,10 +2,10 @@
 
 import pytest
 
-from inference.indexes import index
+from inference.commands import index
 from inference.verifier.base import BaseConfig
 from inference.vllm.served_drafter import chain_builder
-from inference.vllm.text_proposer import Followers
+from inference.vllm.text_proposer import DrafterPool
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_one_text_at_a_time_takes_the_steps_of_our_own_chain(build, engine, prom
     """With a new drafter for every text: what vLLM drops behind the end of a text, Joint would remember."""
     texts, steps = [], 0
     for prompt in prompts:
-        engine.proposer.followers = Followers(build)
+        engine.proposer.pool = DrafterPool(build)
         own, count = engine.texts([prompt])
         texts, steps = texts + own, steps + count
     assert texts == expected

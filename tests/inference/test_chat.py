@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 
 import drafters
-from inference.chat import ACCEPTED, Chat, ChatSession, chat, comparison, interruptible
-from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.chat import ACCEPTED, Chat, ChatSession, comparison, interruptible
+from inference.commands import chat
+from inference.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Generation, Session

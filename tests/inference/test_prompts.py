@@ -8,15 +8,14 @@ import torch
 import drafters
 from data.benchmarks import Question
 from data.conversations import user_message
-from inference.evaluate.command import evaluate
+from inference.commands import evaluate, tune, verify
 from inference.evaluate.results import read
-from inference.prompts import QuestionOptions, encode_question
-from inference.tune import tune
+from inference.options import QuestionOptions
+from inference.prompts import encode_question
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from inference.verify import verify
-from train.cli import grouped
+from train.arguments import grouped
 
 CONTEXT = 64
 LENGTHS = {1: 3, 2: 63, 3: 64, 4: 9, 5: 65, 6: 200, 7: 12}  # words of each question; 3, 5 and 6 do not fit

@@ -19,7 +19,7 @@ import inference
 from data.tokenizer import tokenizer_hash
 from drafters.checkpoint import DrafterConfig, save
 from inference import Base, IncrementalDetokenizer, Speculation, generate, load_base, speculate, stream
-from inference.verifier.options import SamplingOptions
+from inference.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session

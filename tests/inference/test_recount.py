@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from inference import recount
+from inference.commands import report
 from inference.evaluate.answers import Answer, Turn, to_json
-from inference.evaluate.command import report
 from inference.evaluate.figures import acceptance_length
 from inference.verifier.session import Step
 from tests.conftest import refusal

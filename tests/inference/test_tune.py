@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.benchmarks import Question
-from data.tokenizer import tokenizer_hash
-from drafters import checkpoint
-from drafters.checkpoint import DrafterConfig
-from drafters.trees.static import static_tree
 from inference import drafter_specs, tune
-from inference.tune import SearchOptions, Tuner, first_trials, in_words, read_space
+from inference.options import SearchOptions
+from inference.tune import Tuner, first_trials, in_words, read_space
 from inference.verifier.base import load_base
 from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import Greedy
 from tests.conftest import full_disk, refusal
 from train.cli import run_drafters as main
 
@@ -100,6 +95,7 @@ def test_a_range_of_real_numbers_is_searched_and_the_last_option_of_a_grid_varie
         (["order=2"], "anpd:update=true,order=4", "is given twice"),
         (["file=a"], "ctc=b", "is given twice"),
         (["skips"], "self_speculative=skips.json", "is given twice"),
+        (["skips"], "anpd", "skips is for the drafter self_speculative"),
     ],
 )
 def test_a_text_that_is_no_space_or_an_option_that_is_given_twice_is_refused(texts, drafter, said, base):
@@ -260,69 +256,3 @@ def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_bas
     assert not any(nothing.values()) and len(nothing) == 6
     assert [name for name, value in default.items() if value] == ["attention 1", "mlp 1"]
     assert in_words(default | {"num_draft": 3}) == "num_draft 3, attention 1, mlp 1"
-
-
-# ---- Medusa's static tree
-
-
-def answered(base, prompt):
-    """A prompt with the base's greedy answer."""
-    ids = torch.tensor([prompt])
-    return [*prompt, *base.greedy(ids, torch.ones_like(ids), NUM_TOKENS)[0].tolist()]
-
-
-@pytest.fixture(scope="module")
-def medusa(base, prompts, train_drafter, tmp_path_factory):
-    """The folder of a Medusa drafter that knows the base's answers a little."""
-    arguments = {"heads": {"num_heads": 3}, "loss": {"num_anchors": 8}, "draft": {"top_k": 4, "num_nodes": 5}}
-    config = DrafterConfig("drafters.Medusa", arguments, base.shape, base.name, tokenizer_hash(base.tokenizer))
-    drafter, texts = config.build(), [answered(base, prompt) for prompt in prompts]
-    length = min(map(len, texts))
-    train_drafter(drafter, base, torch.tensor([text[:length] for text in texts]))
-    folder = tmp_path_factory.mktemp("medusa")
-    checkpoint.save(folder, drafter, config)
-    return folder
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_accuracies_equal_those_of_a_loop_over_every_root(base, prompts, medusa):
-    runner = Runner(base)
-    drafter = drafter_specs.make(f"medusa={medusa}", runner)
-    expected, positions = np.zeros((3, tune.NUM_RANKS), dtype=int), np.zeros(3, dtype=int)
-    for prompt in prompts:
-        text = answered(base, prompt)
-        for root in range(len(prompt), len(text) - 1):
-            state = base.hidden_states(torch.tensor([text[:root]]), (-1,))[1][0, -1]
-            for head in range(3):
-                if (foreseen := root + head + 1) < len(text):
-                    logits = drafter.logits(head, drafter.blocks[head](state), base.base_weights)
-                    expected[head] += (logits.topk(tune.NUM_RANKS).indices == text[foreseen]).numpy()
-                    positions[head] += 1
-    questions = [Question(number, "words", (base.tokenizer.decode(ids),)) for number, ids in enumerate(prompts)]
-    decoding = runner, questions, "tokenizer", NUM_TOKENS, Greedy()
-    tuner = Tuner(*decoding, f"medusa={medusa}", "speedup", medusa, {})
-    shares, num_positions = tuner.head_accuracies
-    assert shares.tolist() == (expected / positions[:, None]).tolist() and num_positions == positions[0] > 50
-
-
-@pytest.mark.slow
-def test_static_trees_fit_the_accuracies_and_decode_losslessly(folder, base, prompts, medusa, tmp_path):
-    results = run(folder, tmp_path, f"medusa={medusa}", "static=2,7", objective="speedup")
-    for size in (2, 7):
-        written = json.loads((tmp_path / f"static-{size}.json").read_text())
-        accuracies = np.array(written["accuracies"])
-        assert accuracies.shape == (3, tune.NUM_RANKS) and (accuracies.sum(1) <= 1 + 1e-9).all()
-        assert list(map(tuple, written["static"])) == static_tree(accuracies, size)
-        assert len(written["static"]) == size and 1 < written["expected_acceptance_length"] < 4
-    assert all(trial["identical"] == len(prompts) for trial in results["trials"])
-    assert results["best"] in {f"medusa={medusa}:static={tmp_path}/static-{size}.json" for size in (2, 7)}
-    lengths = {trial["options"]["static"]: trial["acceptance_length"] for trial in results["trials"]}
-    assert lengths[7] > lengths[2] > 1
-
-
-def test_a_drafter_that_is_never_right_has_no_static_tree(base, tmp_path):
-    tuner = SimpleNamespace(head_accuracies=(np.zeros((2, 3)), 9), folder=tmp_path)
-    with pytest.raises(ValueError, match="no token of the first head was ever right at 9 positions"):
-        Tuner._write_static(tuner, 4)
-    assert not list(tmp_path.iterdir())

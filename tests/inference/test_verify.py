@@ -12,17 +12,11 @@ from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
 from inference import verify as module
+from inference.commands import verify
+from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.verifier import attention, compiled, row_multiples
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy
-from inference.verify import (
-    Comparison,
-    PromptOptions,
-    compare,
-    first_divergence,
-    generate_reference,
-    verify,
-)
+from inference.verify import Comparison, compare, first_divergence, generate_reference
 
 
 class Lossy(Drafter):
@@ -67,7 +61,7 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
 ):
     make = lambda: AlwaysSeven(claimed)  # noqa: E731
     monkeypatch.setitem(registry._REGISTRATIONS, "seven", registry.Registration("seven", make))
-    prompts, sampling = PromptOptions(limit=1, max_new_tokens=8), SamplingOptions(3.0, seed=1)
+    prompts, sampling = VerifyQuestions(limit=1, max_new_tokens=8), SamplingOptions(3.0, seed=1)
     model = ModelOptions(folder)
     arguments = model, prompts, sampling, ["seven", "anpd"], 60, 2
     if is_exact:
@@ -96,7 +90,7 @@ def compared(base, spec, prompts, max_new_tokens, sampler):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
     drafters = ["none", "anpd:order=3", "prompt_lookup"]
-    prompts = PromptOptions(limit=3, max_new_tokens=16)
+    prompts = VerifyQuestions(limit=3, max_new_tokens=16)
     verify(ModelOptions(folder), prompts, SamplingOptions(temperature), drafters, texts=0)
     printed = capsys.readouterr().out
     assert "Nothing is lost" in printed
@@ -114,7 +108,7 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setattr(compiled, "check_once", lambda *_: None)  # which refuses such a runner
     model = ModelOptions(folder)
     with pytest.raises(SystemExit) as caught:
-        prompts = PromptOptions(limit=3, max_new_tokens=24)
+        prompts = VerifyQuestions(limit=3, max_new_tokens=24)
         verify(model, prompts, SamplingOptions(), ["none", "lossy"])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
@@ -125,7 +119,7 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_verify_compares_logits_bit_for_bit(capsys, monkeypatch):
-    prompts, drafters = PromptOptions(limit=3, max_new_tokens=24), ["anpd:order=3", "token_recycling"]
+    prompts, drafters = VerifyQuestions(limit=3, max_new_tokens=24), ["anpd:order=3", "token_recycling"]
     model = ModelOptions(dtype="bfloat16")
     verify(model, prompts, SamplingOptions(), drafters)
     printed = " ".join(capsys.readouterr().out.split())
@@ -152,7 +146,7 @@ def test_drafters_and_prompts_are_checked_before_anything_is_decoded(
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "generate_reference", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):
-        prompts = PromptOptions([f"embedded={questions}"])
+        prompts = VerifyQuestions([f"embedded={questions}"])
         verify(ModelOptions(folder), prompts, SamplingOptions(), drafters)
 
 

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import torch
 
+from inference.options import SamplingOptions
 from inference.verifier.base import load_base
-from inference.verifier.options import SamplingOptions
-from inference.verify import TextRequest, cell_counts, compare_distributions, sample_base
+from inference.verify import cell_counts, compare_distributions, sample_base
 from tests.inference.verifier.test_sampled_drafts import PROMPT, p_value, save_toy_base, text_distribution
 
 SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
@@ -15,7 +15,7 @@ SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
 
 def test_the_base_is_sampled_from_its_own_distribution(shared_folder):
     base = load_base(str(shared_folder("sampled-drafts", save_toy_base)), "float32", torch.device("cpu"))
-    counts = sample_base(base, TextRequest(PROMPT, NUM_TOKENS, SAMPLING, 500))
+    counts = sample_base(base, PROMPT, SAMPLING, 2000, NUM_TOKENS)
     assert sum(counts.values()) == 2000
     expected = text_distribution(base, PROMPT, NUM_TOKENS, SAMPLING)
     assert p_value(Counter(counts).elements(), expected) > 1e-3

@@ -229,8 +229,8 @@ def read_losses(folder):
 def write_run(write_recipe):
     """Writes a recipe of everything that a resumed run could get wrong; returns the YAML's path.
 
-    Anchors are sampled, a share of the loss fades out, gradients are accumulated over two of the five batches of an
-    epoch (so the last stands alone), validation comes at batches of its own, and two kinds of checkpoint are kept.
+    Anchors are sampled, gradients are accumulated over two of the five batches of an epoch (so the last stands alone),
+    validation comes at batches of its own, and two kinds of checkpoint are kept.
     """
     kind = "lightning.pytorch.callbacks.ModelCheckpoint"
     best = {"filename": "best", "monitor": "val/acceptance_length", "mode": "max"}
@@ -238,7 +238,7 @@ def write_run(write_recipe):
     last["save_on_exception"] = True
 
     groups = {"trunk": {"num_frames": 6}, "draft": {"num_nodes": 8, "top_k": 4}}
-    groups["loss"] = {"num_labels": 4, "num_anchors": 16, "distillation": 0.5, "distillation_steps": 12}
+    groups["loss"] = {"num_labels": 4, "num_anchors": 16, "distillation": 0.5}
     model = {"warmup_steps": 5, "schedule": "cosine", "drafter": {"class_path": "drafters.CTC", "init_args": groups}}
 
     def write(folder, every=4, keep=1, **trainer):

@@ -12,16 +12,15 @@ import torch
 import yaml
 
 from tests.conftest import refusal
+from train.arguments import option_groups, spelled_out
 from train.cli import (
     COMMANDS,
     CONFIGS,
     LIGHTNING_HELP,
     find_config,
-    option_groups,
     parse,
     run_drafters,
     run_lightning,
-    spelled_out,
     with_found_configs,
 )
 

@@ -20,7 +20,7 @@ from inference import drafter_specs
 from inference.verifier.runner import Runner
 from tests.conftest import Handler, serving
 from train.cli import run_drafters
-from train.export import export
+from train.commands import export
 
 
 def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):

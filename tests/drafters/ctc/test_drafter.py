@@ -158,8 +158,8 @@ def passage_at(drafter, ids, anchor):
     """The tokens that a drafter may copy at an anchor, and the number of tokens before them that match."""
     if not drafter.copies:
         return [], 0
-    tokens, lengths = drafter.lookup.find(ids[None], anchor.reshape(1, 1))
-    return tokens[0, 0].tolist(), lengths[0, 0].item()
+    passages = drafter.lookup.find(ids[None], anchor.reshape(1, 1))
+    return passages.tokens[0, 0].tolist(), passages.lengths[0, 0].item()
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,21 @@ import drafters
 from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.ngram import NgramPool
-from inference import drafter_specs
-from inference.evaluate import command, own_loop
+from inference import commands, drafter_specs
+from inference.evaluate import own_loop
 from inference.evaluate import results as folders
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, comparable
-from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.own_loop import answer_question, answer_questions, decoding_order
-from inference.prompts import QuestionOptions
+from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
 from inference.runs import fingerprint
 from inference.verifier.base import load_base, load_base_info
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import PHASES, Session, Step
 from tests.conftest import full_disk
-from train.cli import grouped, run_drafters
+from train.arguments import grouped
+from train.cli import run_drafters
 
 CLOCK = {"speed", "speedup", "wall", "step_seconds"}  # figures that differ between runs
 FORGETFUL = ["anpd", "prompt_lookup"]
@@ -53,7 +52,7 @@ def run(asked):
         arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
         arguments |= {"benchmark": [f"mt_bench={asked / 'questions.jsonl'}"]}
         arguments |= {"base": str(asked / "base"), "drafter": list(specs)} | changes
-        command.evaluate(**grouped(command.evaluate, arguments))
+        commands.evaluate(**grouped(commands.evaluate, arguments))
         return out
 
     return run
@@ -362,7 +361,7 @@ def test_by_default_tiny_chat_prompt_lookup_and_joint_decode_the_embedded_questi
     assert found.record.repeats == {"embedded": 5}
     said = "on embedded are not yet within 5 % after 5 repeats: prompt_lookup unknown, joint"
     assert said in " ".join(found.record.warnings) and said in (tmp_path / "report.html").read_text()
-    command.report([str(tmp_path)])  # the answers and results are read back
+    commands.report([str(tmp_path)])  # the answers and results are read back
 
 
 # ---- clocks on a shared machine

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from inference.commands import report
 from inference.evaluate import page as pages
 from inference.evaluate import plots, tables
 from inference.evaluate.answers import Turn
-from inference.evaluate.command import report
 from inference.evaluate.conditions import DrafterConditions, RunRecord
 from inference.evaluate.intervals import Estimate
 from inference.evaluate.report import write_tables
@@ -103,7 +103,9 @@ def test_the_page_is_self_contained_and_the_plots_are_also_files(evaluation, wor
     assert left == {"holiday.png", *(path.name for path in drawn[:3])}, "only pictures of ours go"
 
 
-def test_the_steps_join_to_the_full_escaped_answer(evaluation, words, tmp_path, no_plots):
+def test_the_steps_join_to_the_full_escaped_answer(make, answers, words, tmp_path, no_plots):
+    order = ("none", "ngram", "ctc")
+    evaluation = make({name: {drafter: by[drafter] for drafter in order} for name, by in answers.items()})
     page = Page(written(tmp_path, evaluation, decode=words.decode))
     text, other = words.decode(range(9)), words.decode((0, 1, 2, 5, 4, 5, 6, 7, 8))
     assert page.answers[:16] == [text] * 2 * 8  # turns of eight answers of ctc; <script> is text here, not a tag

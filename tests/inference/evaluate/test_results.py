@@ -10,8 +10,8 @@ from inference.evaluate import compare
 from inference.evaluate.answers import read_answers
 from inference.evaluate.conditions import BenchmarkConditions, RunRecord, describe
 from inference.evaluate.results import read, read_all
+from inference.options import SamplingOptions
 from inference.timing import MachineLoad
-from inference.verifier.options import SamplingOptions
 from tests.inference.evaluate.conftest import write_folder
 
 

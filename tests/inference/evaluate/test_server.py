@@ -15,11 +15,9 @@ from inference import drafter_specs, generate
 from inference.evaluate import results, server
 from inference.evaluate.answers import Answer, AnswerFiles, Turn
 from inference.evaluate.figures import acceptance_rates, count_drafts
-from inference.evaluate.options import EvaluationOptions
 from inference.evaluate.server import Server, Servers, acceptance_by_counts, inter_token_seconds, percentiles
-from inference.prompts import QuestionOptions
+from inference.options import EvaluationOptions, ModelOptions, QuestionOptions
 from inference.verifier.base import load_base_info
-from inference.verifier.options import ModelOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session

@@ -12,16 +12,17 @@ from data.benchmarks import Question, load_questions
 from data.conversations import user_message
 from data.templates import ReasoningMarks
 from drafters import NoDrafter
+from inference.commands import evaluate
 from inference.evaluate import plots
-from inference.evaluate.command import evaluate
 from inference.evaluate.own_loop import answer_question
 from inference.evaluate.results import read
 from inference.evaluate.run import marks_of
-from inference.prompts import QuestionOptions, encode_first_prompt, encode_question
+from inference.options import QuestionOptions
+from inference.prompts import encode_first_prompt, encode_question
 from inference.verifier.base import Base, load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from train.cli import grouped
+from train.arguments import grouped
 
 TOOLS = [{"name": "w20"}, {"name": "w21"}]
 ROWS = [

@@ -9,9 +9,9 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from inference.generation import generate
+from inference.options import SamplingOptions
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base
-from inference.verifier.options import SamplingOptions
 
 RNG = random.Random(1)
 PROMPTS = [[RNG.randrange(3, 40) for _ in range(RNG.randrange(1, 20))] for _ in range(14)]

@@ -8,9 +8,10 @@ import pytest
 from data.conversations import user_message
 from drafters import NoDrafter
 from inference.journal import Journal
+from inference.options import AnswerOptions
 from inference.regenerate import command
 from inference.regenerate.answerers import NUM_SEEDS, LocalAnswerer, ServerAnswerer
-from inference.regenerate.command import AnswerOptions, own_prompts, user_turn
+from inference.regenerate.command import own_prompts, user_turn
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, derived_seed
 from inference.verifier.session import Session

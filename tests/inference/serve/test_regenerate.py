@@ -7,10 +7,10 @@ import pytest
 
 from data.conversations import parse
 from inference.journal import Journal
+from inference.options import GREEDY, AnswerOptions, SamplingOptions
 from inference.regenerate.answerers import LocalAnswerer, ServerAnswerer
-from inference.regenerate.command import AnswerOptions, answer_all
+from inference.regenerate.command import answer_all
 from inference.regenerate.dialogue import Dialogue
-from inference.verifier.options import GREEDY, SamplingOptions
 
 TEMPLATE = (
     "{%- for m in messages -%}{{- m.content + ' ' -}}"

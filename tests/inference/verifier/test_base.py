@@ -15,8 +15,8 @@ from transformers import GenerationConfig, LlamaConfig
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters import ANPD
 from inference import Speculation, generate, stream
+from inference.options import ModelOptions
 from inference.verifier.base import Base, load_base, resolve_device, shape_of
-from inference.verifier.options import ModelOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session

@@ -11,18 +11,18 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import DraftTree
+from inference.commands import verify
 from inference.generation import acquire_runner, generate, stream
+from inference.options import ModelOptions
 from inference.speculation import Speculation
 from inference.verifier import compiled as module
 from inference.verifier import packed
 from inference.verifier.compiled import CompiledRunner, make_runner, step_inputs, step_masks
-from inference.verifier.options import ModelOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
-from inference.verify import verify
 from tests.inference.verifier.oracles import random_tree
-from train.cli import grouped
+from train.arguments import grouped
 
 PROMPT = [5, 9, 7, 5, 9]
 OTHER_BASES = [("llama", "eager"), ("gpt2", "sdpa"), ("olmo", "sdpa")]

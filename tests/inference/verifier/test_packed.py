@@ -11,8 +11,8 @@ from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Limits
 from inference import drafter_specs
+from inference.options import ModelOptions
 from inference.verifier import packed as module
-from inference.verifier.options import ModelOptions
 from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 

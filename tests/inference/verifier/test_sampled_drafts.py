@@ -18,8 +18,8 @@ from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, drafter_specs, generate, stream
 from inference.chat import ChatSession
+from inference.options import SamplingOptions
 from inference.verifier.base import load_base
-from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

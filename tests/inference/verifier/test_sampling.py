@@ -8,8 +8,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from drafters import DraftTree
 from drafters.tree import ChildDistribution
+from inference.options import SamplingOptions
 from inference.verifier.acceptance import multi_round_rejection
-from inference.verifier.options import SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits, most_probable
 
 SETTINGS = [

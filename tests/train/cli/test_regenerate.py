@@ -15,12 +15,12 @@ from data.conversations import load_conversations, user_message
 from data.module import ShareGPTData
 from data.templates import encode, encode_prompt
 from inference.journal import Journal
+from inference.options import AnswerOptions, SamplingOptions
 from inference.regenerate import answerers
 from inference.regenerate.answerers import LocalAnswerer
-from inference.regenerate.command import AnswerOptions, answer_all
+from inference.regenerate.command import answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
-from inference.verifier.options import SamplingOptions
 from tests.data.test_templates import THINKING
 from train.cli import run_drafters
 

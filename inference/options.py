@@ -1,0 +1,277 @@
+"""The options that commands share, and their groups of options; what loads a model is imported when it is called."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from data import benchmarks
+from data.benchmarks import Question
+from data.dtypes import Dtype
+from inference.arguments import LOWEST_TEMPERATURE, checks_arguments
+
+MYPY = False  # a block for the checker of types that jsonargparse does not run, as it does one of TYPE_CHECKING
+
+if MYPY:
+    import torch
+    from transformers import LogitsProcessor
+
+    from inference.prompts import BenchmarkPrompts
+    from inference.verifier.base import Base, BaseConfig
+    from inference.verifier.sampling import Greedy, KeyedSampler
+
+Format = Literal["md", "csv", "parquet", "latex"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The base that a command loads.
+
+    Args:
+        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub, or a GGUF file. By
+            default a tiny one that the package contains.
+        dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
+        device: Device to run on; auto uses the GPU if there is one.
+        forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
+            multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
+        bitwise: Whether texts are those of the base alone bit for bit; by default in bfloat16 and float16 on a CPU,
+            unless steps are compiled.
+    """
+
+    base: str = "checkpoints/tiny-chat"
+    dtype: Dtype = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    forward: Literal["eager", "packed", "compiled"] = "eager"
+    bitwise: bool | None = None
+
+    @property
+    def compile(self) -> bool:
+        """Whether decoding steps are compiled."""
+        return self.forward == "compiled"
+
+    def load(self, may_compile: bool = False) -> Base:
+        """Load the base; a command may compile if it passes `compile` on to `make_runner`."""
+        from inference.verifier.base import resolve_device
+
+        if self.compile and not may_compile:
+            raise ValueError("only eval, verify and chat have compiled steps: pass --forward eager or packed")
+        return self.load_on(resolve_device(self.device))
+
+    def load_on(self, device: torch.device) -> Base:
+        """Load the base to a device, and prepare this process for it."""
+        from inference.verifier.base import load_base, prepare_process
+
+        is_half = self.dtype in ("bfloat16", "float16") and not self.compile
+        prepare_process(device, sums_alike=is_half if self.bitwise is None else self.bitwise)
+        return load_base(self.base, self.dtype, device, packed=self.forward == "packed", bitwise=self.bitwise)
+
+
+@checks_arguments
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen.
+
+    Args:
+        temperature: Sampling temperature; 0 decodes greedily, and so do values below 0.00001.
+        top_k: Sample from the k most probable tokens only; 0 keeps all tokens.
+        top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
+        seed: Seed of the random sampling. Each draw depends only on the seed and the position of its token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+
+    def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
+        """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
+        from inference.verifier.sampling import Greedy, KeyedSampler
+
+        if self.temperature:
+            return KeyedSampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+        if self.top_k or self.top_p != 1:
+            option = f"top_k {self.top_k}" if self.top_k else f"top_p {self.top_p}"
+            raise ValueError(
+                f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0"
+            )
+        return Greedy(processors)
+
+
+GREEDY = SamplingOptions()
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The questions of one or several benchmarks, as eval, verify, tune and the scripts of benchmarks/ select them.
+
+    Args:
+        benchmark: NAME[:STYLE][=FILE[,FILE]], such as mt_bench or gsm8k:ctc=test.jsonl; may be repeated. By default
+            embedded, which the package contains; an unknown name lists all.
+        limit: Maximum number of questions of each benchmark; those too long for the base's context are not counted.
+        rows: Rows of each benchmark: a slice such as 1200:1260 or ::10, or random:COUNT[:SEED]; by default all.
+        max_new_tokens: Maximum number of tokens of an answer; by default what the papers use for each benchmark.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+    """
+
+    benchmark: list[str] | None = None
+    limit: int | None = None
+    rows: str = ":"
+    max_new_tokens: int | None = None
+    template: str = "tokenizer"
+
+    def files(self) -> dict[str, str | None]:
+        """The files of the questions, by the name of the benchmark; None stands for the benchmark's own source."""
+        files: dict[str, str | None] = {}
+        for given in self.benchmark or ["embedded"]:
+            name, _, file = given.partition("=")
+            if name in files:
+                raise ValueError(f"the benchmark {name} is named twice: name it once")
+            files[name] = file or None
+        return files
+
+    def caps(self) -> dict[str, int]:
+        """The maximum number of tokens of an answer, by benchmark."""
+        caps = {name: benchmarks.find_benchmark(name)[0].max_new_tokens for name in self.files()}
+        return caps if self.max_new_tokens is None else dict.fromkeys(caps, self.max_new_tokens)
+
+    def load(self) -> dict[str, list[Question]]:
+        """Load the rows of each benchmark; raises ValueError for a mistake in the options, before a base is loaded."""
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, not {self.limit}")
+        chosen = _choice_of_rows(self.rows)
+        selected: dict[str, list[Question]] = {}
+        for name, file in self.files().items():
+            questions = benchmarks.load_questions(name, file)
+            selected[name] = [questions[row] for row in chosen(len(questions))]
+            if not selected[name]:
+                raise ValueError(f"--rows {self.rows} selects none of the {len(questions)} questions of {name}")
+        return selected
+
+    def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
+        """Select loaded questions whose first prompt fits into the context, as `select_prompts` does."""
+        from inference.prompts import select_prompts
+
+        return select_prompts(base, questions, self.caps(), self.limit, self.template)
+
+
+def _choice_of_rows(text: str) -> Callable[[int], Sequence[int]]:
+    """Read which of a number of rows are chosen: a slice as Python writes it, or a random sample, with seed 0 if none.
+
+    >>> list(_choice_of_rows("::10")(30)), _choice_of_rows("random:3:7")(30)
+    ([0, 10, 20], [4, 10, 12])
+    """
+    if match := re.fullmatch(r"random:(\d+)(?::(\d+))?", text):
+        count, seed = int(match[1]), int(match[2] or 0)
+        return lambda size: sorted(random.Random(seed).sample(range(size), min(count, size)))
+    try:
+        parts = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        parts = []
+    if len(parts) not in (2, 3) or 0 in parts[2:]:
+        raise ValueError(f"rows must be a slice such as 1200:1260 or ::10, or random:COUNT[:SEED], not {text!r}")
+    return lambda size: range(size)[slice(*parts)]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How `drafters eval` measures.
+
+    Args:
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
+            prompt_lookup and joint; the base alone, none, is always measured too.
+        repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
+        reset: Reset each drafter before each benchmark. If false, it goes on with what it remembers of those before.
+        run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
+        server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
+        concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
+    """
+
+    drafter: list[str] | None = None
+    repeats: int | Literal["auto"] = "auto"
+    reset: bool = True
+    run_code: bool = False
+    server: list[str] | None = None
+    concurrency: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class VerifyQuestions(QuestionOptions):
+    """The prompts that are decoded: the first turns of the benchmarks' questions."""
+
+    limit: int | None = 20
+    max_new_tokens: int | None = 128
+
+
+@dataclass(frozen=True)
+class TuneQuestions(QuestionOptions):
+    """The questions whose first turns are decoded."""
+
+    limit: int | None = 8
+    max_new_tokens: int | None = 128
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What is searched, and how.
+
+    Args:
+        space: An option and its values: NAME=4,8,16, NAME=2..6 or NAME=0.0..0.1; may be repeated. `file` varies the
+            FILE of NAME=FILE, `skips` (alone) the sublayers that self_speculative leaves out.
+        sampler: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
+        trials: Maximum number of combinations to try.
+        objective: What is maximised: the speed-up over the base alone, tokens per second, or acceptance length.
+        search_seed: Seed of the search.
+    """
+
+    space: list[str]
+    sampler: Literal["grid", "gp", "tpe", "random"] = "tpe"
+    trials: int = 50
+    objective: Literal["speedup", "tokens_per_second", "acceptance_length"] = "speedup"
+    search_seed: int = 0
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Which turns are answered, and at what length.
+
+    Args:
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+        turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
+        limit: Maximum number of conversations; by default all.
+        max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
+        max_length: Maximum number of tokens of a conversation; by default the context length of the base.
+        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
+        batch_size: Prompts decoded together. An interrupted run loses at most this many answers.
+        own_prompts: Prompts that the base writes itself and then answers, beside those of ``files`` (Magpie).
+    """
+
+    template: str = "tokenizer"
+    turns: Literal["all", "first"] = "all"
+    limit: int | None = None
+    max_new_tokens: int = 512
+    max_length: int | None = None
+    num_answers: int = 1
+    batch_size: int = 64
+    own_prompts: int = 0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """An OpenAI-compatible server that answers instead of a base in this process.
+
+    Args:
+        server: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
+        model: Name under which the server offers the base; by default the first model that it lists.
+        concurrency: Maximum number of requests to the server at the same time.
+    """
+
+    server: str | None = None
+    model: str | None = None
+    concurrency: int = 16

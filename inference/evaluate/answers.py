@@ -132,10 +132,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
         "prompt_tokens": [turn.prompt_tokens for turn in turns],
         "ended": list(answer.ended),
-        "steps": [
-            [[*(getattr(step, name) for name in COUNTS), *(round(s, 7) for s in step.seconds)] for step in turn.steps]
-            for turn in turns
-        ],
+        "steps": [list(map(_step_to_json, turn.steps)) for turn in turns],
         "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
         "arrivals": [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns],
         "peak_bytes": answer.peak_bytes,
@@ -167,6 +164,10 @@ def from_json(record: dict[str, Any]) -> Answer:
     answer = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
     answer |= {"turns": turns, "ended": choice["ended"], "peak_bytes": choice["peak_bytes"]}
     return validated(Answer, answer | {name: record[name] for name in ("repeat", "load") if name in record})
+
+
+def _step_to_json(step: Step) -> list[float]:
+    return [*(getattr(step, name) for name in COUNTS), *(round(seconds, 7) for seconds in step.seconds)]
 
 
 def _step_from_json(row: list[float]) -> dict[str, Any]:
@@ -230,10 +231,11 @@ class AnswerFiles:
         count = 0
         while all((count, number) in self.answers(benchmark, name) for name in drafters for number in ids):
             count += 1
-        return {
-            name: [[self.answers(benchmark, name)[repeat, number] for number in ids] for repeat in range(count)]
-            for name in drafters
-        }
+        rounds = {}
+        for name in drafters:
+            answers = self.answers(benchmark, name)
+            rounds[name] = [[answers[repeat, number] for number in ids] for repeat in range(count)]
+        return rounds
 
     def add(self, benchmark: str, answer: Answer) -> None:
         """Add an answer; it is on the disk when this returns. An event must have been added before."""

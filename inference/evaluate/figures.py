@@ -302,7 +302,9 @@ def count_drafts(turns: Sequence[Sequence[Step]]) -> DraftCounts:
 def acceptance_rates(questions: Sequence[Sequence[Step]]) -> list[PositionRate]:
     """The acceptance rate of each draft position, up to the last that any step of the questions ever accepted."""
     deepest = max((step.accepted for steps in questions for step in steps), default=0)
-    reached = [[sum(step.accepted >= depth for step in steps) for steps in questions] for depth in range(deepest + 1)]
+    reached = []  # at each depth, the number of steps of each question that accepted as many draft tokens
+    for depth in range(deepest + 1):
+        reached.append([sum(step.accepted >= depth for step in steps) for steps in questions])
     return [
         PositionRate(ratio(zip(now, reached[0], strict=True)), ratio(zip(now, before, strict=True)))
         for before, now in pairwise(reached)

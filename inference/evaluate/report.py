@@ -4,17 +4,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import pandas
 from rich.text import Text
 
-from data.files import atomic_write, write_text
-from data.safe_text import SafeConsole, escape_markdown, safe_line
+from data.safe_text import SafeConsole, escape_markdown
 from inference import recount
 from inference.evaluate import compare, tables
 from inference.evaluate.page import find_decoder, write_page
-from inference.evaluate.results import EvaluationResults, read, read_all
+from inference.evaluate.results import read, read_all
 from inference.evaluate.tables import Row, Table, number
 from inference.options import Format
 from inference.runs import new_file
@@ -41,7 +38,7 @@ def report_folders(
     parts = [(results, find_decoder(results, tokenizer)) for results in evaluations]
     write_page(page, parts, None if out else page.parent / "plots")
     text += "\n".join(map(tables.markdown, evaluations))
-    write_tables(page, formats, text, [table.latex() for table in listed], figure_rows(evaluations))
+    tables.write_tables(page, formats, text, [table.latex() for table in listed], tables.figure_rows(evaluations))
     print(f"Report: {page}")
 
 
@@ -70,7 +67,7 @@ def compare_folders(folders: Sequence[str], out: str | None, overwrite: bool, fo
         ]
         title = f"# {escape_markdown(after.name)} compared with {escape_markdown(before.name)}\n"
         parts = [title, *(table.markdown() for table in listed), *(f"- {escape_markdown(line)}" for line in notes), ""]
-        write_tables(page, formats, "\n".join(parts), [table.latex() for table in listed], rows)
+        tables.write_tables(page, formats, "\n".join(parts), [table.latex() for table in listed], rows)
     if missing or any(difference.verdict == "regression" for difference in differences):
         sys.exit(1)
 
@@ -92,10 +89,7 @@ def recount_files(
         SafeConsole().print(*table.rich(), Text(table.note), sep="\n")
     if page:
         text = "\n".join(table.markdown() for table in listed)
-        write_tables(page, formats, text, [table.latex() for table in listed], rows)
-
-
-# ---- files
+        tables.write_tables(page, formats, text, [table.latex() for table in listed], rows)
 
 
 def _new_page(out: str | None, formats: Sequence[Format], overwrite: bool) -> Path | None:
@@ -104,56 +98,5 @@ def _new_page(out: str | None, formats: Sequence[Format], overwrite: bool) -> Pa
         return None
     page = new_file(out, overwrite)
     for kind in formats:
-        new_file(str(table_path(page, kind)), overwrite)
+        new_file(str(tables.table_path(page, kind)), overwrite)
     return page
-
-
-def table_path(page: Path, kind: Format) -> Path:
-    """The file of a format beside a page."""
-    return page.with_suffix(".tex" if kind == "latex" else f".{kind}")
-
-
-def write_tables(
-    page: Path, formats: Sequence[Format], markdown: str, latex: Sequence[str], rows: Sequence[dict[str, Any]]
-) -> None:
-    """Write the tables and figures of a page beside it, with its name and the suffix of each format.
-
-    The tables are given in Markdown and in LaTeX; ``rows`` of figures are for CSV and Parquet.
-    """
-    for kind in dict.fromkeys(formats):
-        path = table_path(page, kind)
-        if kind in ("md", "latex"):
-            write_text(path, markdown if kind == "md" else "\n".join(latex))
-        else:
-            frame = pandas.DataFrame([_flat(row, kind == "csv") for row in rows])
-            with atomic_write(path) as new:
-                frame.to_csv(new, index=False) if kind == "csv" else frame.to_parquet(new, index=False)
-
-
-def figure_rows(evaluations: Sequence[EvaluationResults]) -> list[dict[str, Any]]:
-    """A row for each drafter on each benchmark of some evaluations: the conditions, and its figures by name.
-
-    `write_tables` names the figures by their paths in results.json, and items of lists by their place:
-    ``acceptance.rates.1.rate.value`` is the rate of the first position.
-    """
-    rows = []
-    for results in evaluations:
-        conditions = results.conditions
-        shared = {"evaluation": results.name, "base": conditions.base, **conditions.same()}
-        for benchmark, by_drafter in results.summaries.items():
-            names = {**shared, "benchmark": benchmark, "max_new_tokens": conditions.caps.get(benchmark)}
-            rows += [names | asdict(summary) for summary in by_drafter.values()]
-    return rows
-
-
-def _flat(value: Any, is_csv: bool, path: str = "") -> dict[str, Any]:
-    """The figures in a value by their paths; in CSV, no text is a formula of a spreadsheet."""
-    if isinstance(value, (list, tuple)):
-        ends = ("low", "high") if path.endswith("interval") else range(1, len(value) + 1)
-        value = dict(zip(ends, value, strict=True))
-    if isinstance(value, dict):
-        parts = [_flat(item, is_csv, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
-        return {key: item for part in parts for key, item in part.items()}
-    if isinstance(value, str):
-        value = "'" * (is_csv and value.lstrip().startswith(("=", "+", "-", "@"))) + safe_line(value)
-    return {safe_line(path): value}

@@ -15,7 +15,6 @@ from inference.evaluate.answers import AnswerFiles
 from inference.evaluate.figures import reasoning
 from inference.evaluate.own_loop import OwnLoop
 from inference.evaluate.page import write_page
-from inference.evaluate.report import figure_rows, write_tables
 from inference.evaluate.results import EvaluationResults, write
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
 from inference.prompts import BenchmarkPrompts, find_reasoning_marks
@@ -59,7 +58,8 @@ def evaluate(
     results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
     if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         write(folder, results)
-        write_tables(folder / "results", ["md", "csv"], tables.markdown(results), [], figure_rows([results]))
+        rows = tables.figure_rows([results])
+        tables.write_tables(folder / "results", ["md", "csv"], tables.markdown(results), [], rows)
         decode: Any = base.tokenizer.decode
         write_page(folder / "report.html", [(results, decode)], folder / "plots")
     SafeConsole().print(*tables.terminal(results), sep="\n")

@@ -2,19 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
+import pandas
 from rich import box
 from rich.console import JustifyMethod, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from data.files import atomic_write, write_text
 from data.safe_text import escape_markdown, safe_line
 from inference.evaluate.conditions import BASELINE, describe
 from inference.evaluate.figures import Category, LengthRange, Summary
 from inference.evaluate.intervals import UNKNOWN, Estimate, Interval
 from inference.evaluate.results import EvaluationResults
+from inference.options import Format
 
 COUNTING_RULE = (
     "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."
@@ -75,8 +80,6 @@ class Table:
 
     def latex(self) -> str:
         """The table in LaTeX, below a comment with its title."""
-        import pandas
-
         rows = [
             [f"{cell} ({row.small[at]})" if row.small.get(at) else cell for at, cell in enumerate(row.cells)]
             for row in self.rows
@@ -332,3 +335,57 @@ def _length_and_speedup(of: Summary | Category | None) -> tuple[float | None, fl
 def _interval(bounds: Interval | None) -> str:
     """Format an interval; empty if it is unknown or has no width."""
     return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
+
+
+# ---- files
+
+
+def table_path(page: Path, kind: Format) -> Path:
+    """The file of a format beside a page."""
+    return page.with_suffix(".tex" if kind == "latex" else f".{kind}")
+
+
+def write_tables(
+    page: Path, formats: Sequence[Format], markdown: str, latex: Sequence[str], rows: Sequence[dict[str, Any]]
+) -> None:
+    """Write the tables and figures of a page beside it, with its name and the suffix of each format.
+
+    The tables are given in Markdown and in LaTeX; ``rows`` of figures are for CSV and Parquet.
+    """
+    for kind in dict.fromkeys(formats):
+        path = table_path(page, kind)
+        if kind in ("md", "latex"):
+            write_text(path, markdown if kind == "md" else "\n".join(latex))
+        else:
+            frame = pandas.DataFrame([_flat(row, kind == "csv") for row in rows])
+            with atomic_write(path) as new:
+                frame.to_csv(new, index=False) if kind == "csv" else frame.to_parquet(new, index=False)
+
+
+def figure_rows(evaluations: Sequence[EvaluationResults]) -> list[dict[str, Any]]:
+    """A row for each drafter on each benchmark of some evaluations: the conditions, and its figures by name.
+
+    `write_tables` names the figures by their paths in results.json, and items of lists by their place:
+    ``acceptance.rates.1.rate.value`` is the rate of the first position.
+    """
+    rows = []
+    for results in evaluations:
+        conditions = results.conditions
+        shared = {"evaluation": results.name, "base": conditions.base, **conditions.same()}
+        for benchmark, by_drafter in results.summaries.items():
+            names = {**shared, "benchmark": benchmark, "max_new_tokens": conditions.caps.get(benchmark)}
+            rows += [names | asdict(summary) for summary in by_drafter.values()]
+    return rows
+
+
+def _flat(value: Any, is_csv: bool, path: str = "") -> dict[str, Any]:
+    """The figures in a value by their paths; in CSV, no text is a formula of a spreadsheet."""
+    if isinstance(value, (list, tuple)):
+        ends = ("low", "high") if path.endswith("interval") else range(1, len(value) + 1)
+        value = dict(zip(ends, value, strict=True))
+    if isinstance(value, dict):
+        parts = [_flat(item, is_csv, f"{path}.{key}" if path else str(key)) for key, item in value.items()]
+        return {key: item for part in parts for key, item in part.items()}
+    if isinstance(value, str):
+        value = "'" * (is_csv and value.lstrip().startswith(("=", "+", "-", "@"))) + safe_line(value)
+    return {safe_line(path): value}

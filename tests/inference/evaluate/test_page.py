@@ -22,7 +22,6 @@ from inference.evaluate import plots, tables
 from inference.evaluate.answers import Turn
 from inference.evaluate.conditions import DrafterConditions, RunRecord
 from inference.evaluate.intervals import Estimate
-from inference.evaluate.report import write_tables
 from inference.evaluate.results import read
 from inference.verifier.session import Step
 from tests.inference.evaluate.conftest import write_folder
@@ -272,7 +271,7 @@ def test_tables_hold_hostile_names_as_text(tmp_path):
     rows = [
         {"name": 'a,"b', "value": None, "x\n\x1b": text, "n": -1.5} for text in ("=1+1", " @f", "-x\x9b", "+1", "a=b")
     ]
-    write_tables(tmp_path / "t.html", ["csv", "parquet"], "", [], rows)
+    tables.write_tables(tmp_path / "t.html", ["csv", "parquet"], "", [], rows)
     with (tmp_path / "t.csv").open(newline="") as file:
         read_back = list(csv.DictReader(file))
     assert [each["x ␛"] for each in read_back] == ["'=1+1", "' @f", "'-x\ufffd", "'+1", "a=b"]

@@ -32,9 +32,9 @@ class Journal:
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
         self._is_kept = True
-        recorded = next((self._parsed(1, line) for line in self._lines()), None) if settings else None
+        recorded = next((self._parsed(1, line) for line in self._lines()), None) if settings is not None else None
         self._is_kept = recorded in (None, self.settings)
-        if settings and not (self._is_kept or is_replaced):
+        if settings is not None and not (self._is_kept or is_replaced):
             raise ValueError(
                 f"{path} was started with {_differences(recorded, self.settings)}: repeat that command to continue "
                 "it, pass --overwrite to start over, or choose another --out"
@@ -52,13 +52,13 @@ class Journal:
 
     def entries(self, read: Callable[[Any], T]) -> Iterator[T]:
         """What ``read`` makes of each entry, without the settings; raises ValueError if it cannot read one."""
-        for number, line in islice(enumerate(self._lines(), start=1), int(bool(self.settings)), None):
+        for number, line in islice(enumerate(self._lines(), start=1), int(self.settings is not None), None):
             yield self._parsed(number, line, read)
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
         first, line = (json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in (self.settings, entry))
-        first = first if self.settings else b""
+        first = first if self.settings is not None else b""
         if self._stream is None:
             if not (size := sum(map(len, self._lines()))):
                 with atomic_write(self.path) as new:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from data.conversations import Message
+from data.files import validated
 from inference.openai_server import Completion, OpenAIServer, ServerError
 from inference.options import GREEDY, SamplingOptions
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
@@ -60,6 +61,13 @@ class LocalAnswerer:
         torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
         half = len(requests) // 2
         return self.answer(requests[:half]) + self.answer(requests[half:])
+
+    def read(self, reply: Any) -> list[int]:
+        """Return a reply that a journal holds; raises ValueError if the base cannot have given it."""
+        tokens = validated(list[int], reply)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < self.base.model.config.vocab_size:
+            raise ValueError("not an answer of this base")
+        return tokens
 
     def add(self, dialogue: Dialogue, prompt: list[int], reply: list[int], counts: AnswerCounts) -> None:
         """Add the answer's tokens to its conversation."""
@@ -190,6 +198,10 @@ class ServerAnswerer:
             if error.concerns_every_request:
                 raise
             return ServerReply(refused=error.reason, is_failing=error.status >= 500)
+
+    def read(self, reply: Any) -> dict[str, Any]:
+        """Return a reply that a journal holds, with all its fields; raises ValueError if it is none."""
+        return vars(validated(ServerReply, reply))
 
     def add(self, dialogue: Dialogue, prompt: list[int], reply: dict[str, Any], counts: AnswerCounts) -> None:
         """Add the answer's text to its conversation, or leave the conversation if the server refused it."""

@@ -120,8 +120,9 @@ class RecordedAnswers:
 
     def __init__(self, answerer: Answerer, journal: Journal) -> None:
         self.answerer, self.journal = answerer, journal
-        batches = journal.entries(lambda entry: (entry[0], dict(entry[1])))
-        self._replies = {(turn, index): reply for turn, replies in batches for index, reply in replies.items()}
+        self._replies: dict[tuple[int, int], Any] = {}
+        for turn, replies in journal.entries(lambda entry: (entry[0], [(i, answerer.read(r)) for i, r in entry[1]])):
+            self._replies |= {(turn, index): reply for index, reply in replies}
 
     def answer(self, turn: int, requests: Mapping[int, Request]) -> dict[int, Any]:
         """Return the reply to each request of a batch."""

@@ -236,6 +236,15 @@ def test_an_interrupted_run_that_is_repeated_writes_what_is_missing_and_the_same
     assert len(batches) - num_missing == num_written + num_missing
 
 
+def test_a_reply_that_the_base_cannot_have_given_is_refused(tiny_base, asked, tmp_path):
+    for reply in ([1 << 30], [-1], [], ["x"], {"text": "y"}):
+        (tmp_path / "journal").unlink(missing_ok=True)
+        with Journal(tmp_path / "journal", {}) as journal:
+            journal.append([0, [[0, reply]]])
+        with pytest.raises(ValueError, match=r"journal line 2: .*; delete the file and start over"):
+            answered(tiny_base, asked, tmp_path, 1)
+
+
 @pytest.mark.slow
 def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"

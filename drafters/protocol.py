@@ -149,6 +149,13 @@ class Drafter(Protocol):
     samples_drafts: bool = False  # whether drafts are drawn at random
     draft_forwards: int = 0  # forward passes of a draft module or draft model so far
 
+    def draft_in_graph(self, num_positions: int) -> None:
+        """Draft in CUDA graphs, if the drafter can, with room for texts of so many positions.
+
+        A session calls it before `begin`, whenever its base is run in graphs that hold other numbers of positions.
+        """
+        return None
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text. What the drafter keeps across texts stays."""
         return None

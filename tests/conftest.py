@@ -332,6 +332,17 @@ def full_disk(num_bytes):
 
 
 @pytest.fixture
+def emulated_graphs(monkeypatch):
+    """CUDA graphs on the CPU: what is captured during the test is recorded and replayed."""
+    from drafters.nn import graph
+    from tests.devices.graphs import EmulatedGraphs
+
+    graphs = EmulatedGraphs()
+    monkeypatch.setattr(graph, "captured", graphs)
+    return graphs
+
+
+@pytest.fixture
 def chat_server():
     """A `ChatServer` running in a thread."""
     with serving(ChatServer()) as server:

@@ -1,0 +1,63 @@
+"""Graphs: emulated, they compute what their function does for other values, and refuse what no GPU could capture."""
+
+import pytest
+import torch
+
+from drafters.nn.graph import Graph, HostBuffer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def steps():
+    """A function of tensors with a state, its inputs, and what each of three calls with other inputs gives."""
+    inputs, state = HostBuffer(3, device=CPU), torch.zeros(4)
+
+    def step():
+        state.index_add_(0, inputs.device, torch.ones(3))
+        return state * 2, inputs.device[:1] + 1
+
+    return step, inputs, state
+
+
+def run(call, inputs, state):
+    state.zero_()
+    results = []
+    for numbers in ([0, 1, 2], [3, 3, 3], [2, 1, 1]):
+        inputs.numbers[:] = numbers
+        inputs.send()
+        results.append([tensor.tolist() for tensor in call()])
+    return results
+
+
+def test_a_replayed_graph_computes_what_the_function_does(steps, emulated_graphs):
+    step, inputs, state = steps
+    assert run(Graph(step, CPU), inputs, state) == run(step, inputs, state)
+    assert list(emulated_graphs.launches.values()) == [3]
+
+
+def test_without_a_gpu_a_graph_calls_its_function(steps):
+    step, inputs, state = steps
+    assert run(Graph(step, CPU), inputs, state) == run(step, inputs, state)
+
+
+def test_results_stay_at_their_addresses(steps, emulated_graphs):
+    step, *_ = steps
+    graph = Graph(step, CPU)
+    assert len({tuple(tensor.data_ptr() for tensor in graph()) for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0]), lambda x: x.multinomial(1)],
+)
+def test_what_waits_for_the_device_or_comes_from_the_host_is_refused(function, emulated_graphs):
+    with pytest.raises(AssertionError, match="cannot capture"):
+        Graph(lambda: function(torch.ones(3)), CPU)
+
+
+def test_a_number_of_the_host_is_baked_in(emulated_graphs):
+    host = {"number": 1}
+    graph = Graph(lambda: torch.ones(1) + host["number"], CPU)
+    host["number"] = 5
+    assert graph().tolist() == [2.0]

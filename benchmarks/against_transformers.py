@@ -14,7 +14,7 @@ from data.dtypes import Dtype
 from inference import drafter_specs
 from inference.options import QuestionOptions
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.session import Session
 
 NONE = "none"

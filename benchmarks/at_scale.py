@@ -27,7 +27,7 @@ from inference.evaluate.own_loop import answer_questions
 from inference.options import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.packed import PackedLinear, large_layers, pack_weights, smallest_packed
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step

@@ -18,8 +18,8 @@ from inference.options import QuestionOptions
 from inference.prompts import BenchmarkPrompts
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
-from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
+from inference.verifier.graphed import make_runner
 from inference.verifier.session import Session
 
 FORGETTING = "shuffled, no phrase kept from text to text"

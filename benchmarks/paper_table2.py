@@ -36,7 +36,7 @@ from drafters.tree import DraftTree
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.session import PHASES, Session, Step
 
 NUM_NODES = 64  # of the draft, counted before the transform

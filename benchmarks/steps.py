@@ -17,7 +17,7 @@ from data.dtypes import Dtype
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
-from inference.verifier.compiled import NUM_ROWS, make_runner
+from inference.verifier.graphed import NUM_ROWS, make_runner
 from inference.verifier.runner import Runner
 
 CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
@@ -65,7 +65,7 @@ def steps(
         if max(contexts) + max(nodes) + 1 > base.context_length:
             raise ValueError(f"the context of {name} ends at {base.context_length}: pass smaller --contexts or --nodes")
         runners = {EAGER: make_runner(base)}
-        runners |= {COMPILED: make_runner(base, compile=True)} if compiled else {}
+        runners |= {COMPILED: make_runner(replace(base, graphed=True))} if compiled else {}
         runners |= {ROUNDED: make_runner(replace(base, bitwise=False))} if rounded else {}
         trees = {count: bushy(count, base.model.config.vocab_size) for count in dict.fromkeys([0, *nodes])}
         for context in contexts:

@@ -21,7 +21,7 @@ from inference.generation import IncrementalDetokenizer
 from inference.options import ModelOptions, SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt, common_prefix
@@ -94,13 +94,12 @@ class Chat:
         system: str = "",
         max_new_tokens: int = 512,
         sampling: SamplingOptions | None = None,
-        compile: bool = False,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[Message] = []
         self.last_answer: LastAnswer | None = None
         self.compares_next = False
-        self._compile, self._runner = compile, make_runner(base, compile)
+        self._runner = make_runner(base)
         self.sampling = sampling or SamplingOptions()
         self._execute("max", str(max_new_tokens))
         self._execute("drafter", drafter)
@@ -203,7 +202,7 @@ class Chat:
     @cached_property
     def _other_runner(self) -> Runner:
         """A runner for comparisons, which leave the cache of the chat as it is."""
-        return make_runner(self.base, self._compile)
+        return make_runner(self.base)
 
     def _compare_with_base(self, answer: LastAnswer) -> None:
         """Decode an answer again without a drafter, from the same cache, and show both speeds and the difference."""
@@ -218,8 +217,7 @@ class Chat:
                 without_drafter.seconds += sum(cost.seconds)
                 if is_stopped():
                     break
-        compiling = "; the first step of each compiled shape includes its compilation" if self._compile else ""
-        self.say(comparison(answer.generation, without_drafter, self.base.tokenizer.decode) + compiling, "dim")
+        self.say(comparison(answer.generation, without_drafter, self.base.tokenizer.decode), "dim")
 
 
 def chat_sampler(sampling: SamplingOptions) -> Sampler:
@@ -275,8 +273,8 @@ def chat(
 ) -> None:
     """Run `drafters chat`, see `inference.commands.chat`."""
     console = SafeConsole(highlight=False)
-    base = model.load(may_compile=True)
-    conversation = Chat(base, console, drafter, template, system, max_new_tokens, sampling, model.compile)
+    base = model.load()
+    conversation = Chat(base, console, drafter, template, system, max_new_tokens, sampling)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -21,7 +21,7 @@ from inference.drafter_specs import AnyDrafter, make
 from inference.options import SamplingOptions
 from inference.verifier.base import Base
 from inference.verifier.check import check_config, model_state
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt
@@ -50,9 +50,8 @@ class GenerateOptions(SamplingOptions):
             called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
         check: Whether the base is checked at the first call, and again after the model has changed: the logits of a few
             draft tokens are compared with those of the model's own forward, and a base where they differ is refused.
-        compile: Whether decoding steps are compiled, see `inference.verifier.compiled`. What is compiled is kept with
-            the model between calls.
         bitwise: Whether texts are those of the base alone bit for bit, see `Base`.
+        graphed: Whether decoding steps are CUDA graphs, see `Base`. They are kept with the model between calls.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -61,8 +60,8 @@ class GenerateOptions(SamplingOptions):
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] = ()
     logits_processor: Sequence[Callable[..., Any]] = ()
     check: bool = True
-    compile: bool = False
     bitwise: bool | None = None
+    graphed: bool | None = None
 
     def sampler_of(self, index: int) -> Sampler:
         """The sampler of a prompt."""
@@ -74,14 +73,15 @@ class GenerateOptions(SamplingOptions):
             if self.tokenizer is not None:
                 raise ValueError(f"{base.name} has a tokenizer of its own: leave tokenizer out")
             bitwise = base.bitwise if self.bitwise is None else self.bitwise
-            base = replace(base, check=base.check and self.check, bitwise=bitwise)
+            graphed = base.graphed if self.graphed is None else self.graphed
+            base = replace(base, check=base.check and self.check, bitwise=bitwise, graphed=graphed)
         elif not isinstance(base, nn.Module) or not hasattr(base, "get_output_embeddings"):
             raise ValueError(f"base must come from load_base or be a model of transformers, not {type(base).__name__}")
         elif self.tokenizer is None:
             raise ValueError("a model of transformers comes without its tokenizer: pass tokenizer=...")
         else:
             name = base.name_or_path or type(base).__name__
-            base = Base(name, base, self.tokenizer, self.check, bitwise=self.bitwise)
+            base = Base(name, base, self.tokenizer, self.check, bitwise=self.bitwise, graphed=self.graphed)
         check_config(base)
         return base
 
@@ -134,7 +134,7 @@ def generate(
     encoded = [_encode(prompt, base, chosen) for prompt in _listed(prompts)]
     samplers, eos = [chosen.sampler_of(index) for index in range(len(encoded))], chosen.end_tokens(base)
     generated = []
-    with acquire_runner(base, chosen.compile) as runner:
+    with acquire_runner(base) as runner:
         built = make(drafter, runner)
         for prompt, sampler in zip(encoded, samplers, strict=True):
             generation = Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
@@ -157,7 +157,7 @@ def stream(base: Base | PreTrainedModel, prompt: Prompt, drafter: AnyDrafter = "
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
-        with acquire_runner(base, chosen.compile) as runner:
+        with acquire_runner(base) as runner:
             session = Session(runner, make(drafter, runner), sampler)
             yield ""  # the call itself asks for this one, so that it refuses the base and the drafter
             for emitted, _ in session.decode(encoded, chosen.max_new_tokens, eos):
@@ -204,13 +204,13 @@ class IncrementalDetokenizer:
         return text[len(prefix) :] if text.startswith(prefix) else alone
 
 
-# Each model's idle runners with the `model_state` they were made in, by whether they are compiled, bit-identical and
+# Each model's idle runners with the `model_state` they were made in, by whether they are graphed, bit-identical and
 # checked. An idle runner has no base: the entry of a model whose runners refer to it would never be freed.
-_idle: WeakKeyDictionary[Any, dict[tuple[bool, bool | None, bool], tuple[int, Runner]]] = WeakKeyDictionary()
+_idle: WeakKeyDictionary[Any, dict[tuple[bool | None, bool | None, bool], tuple[int, Runner]]] = WeakKeyDictionary()
 
 
 @contextmanager
-def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
+def acquire_runner(base: Base) -> Iterator[Runner]:
     """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
     While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
@@ -218,12 +218,12 @@ def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     `make_runner` does.
     """
     check_config(base)
-    runners, kind = _idle.setdefault(base.model, {}), (compile, base.bitwise, base.check)
+    runners, kind = _idle.setdefault(base.model, {}), (base.graphed, base.bitwise, base.check)
     state, runner = runners.pop(kind, (0, None))
     if runner is not None and state == model_state(base.model):
         runner.base = base
     else:
-        runner = make_runner(base, compile)
+        runner = make_runner(base)
         state = model_state(base.model)
     try:
         yield runner

@@ -22,8 +22,8 @@ from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.base import Base, BaseConfig, check_fit, load_base
-from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession, Lenient
+from inference.verifier.graphed import make_runner
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler

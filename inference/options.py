@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from data import benchmarks
@@ -35,38 +35,38 @@ class ModelOptions:
             default a tiny one that the package contains.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
-        forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
-            multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
+        forward: How the base is run: graphed, its steps as CUDA graphs; eager; packed, with a second copy of the
+            weights in the layout in which a CPU multiplies few tokens; or auto, graphed on a GPU and eager on a CPU.
         bitwise: Whether texts are those of the base alone bit for bit; by default in bfloat16 and float16 on a CPU,
-            unless steps are compiled.
+            unless steps are graphed.
     """
 
     base: str = "checkpoints/tiny-chat"
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    forward: Literal["eager", "packed", "compiled"] = "eager"
+    forward: Literal["auto", "eager", "packed", "graphed"] = "auto"
     bitwise: bool | None = None
 
-    @property
-    def compile(self) -> bool:
-        """Whether decoding steps are compiled."""
-        return self.forward == "compiled"
+    def on(self, device: torch.device) -> ModelOptions:
+        """The options with which ``auto`` loads the base to a device."""
+        graphed = device.type == "cuda" and not self.bitwise
+        return replace(self, forward="graphed" if graphed else "eager") if self.forward == "auto" else self
 
-    def load(self, may_compile: bool = False) -> Base:
-        """Load the base; a command may compile if it passes `compile` on to `make_runner`."""
+    def load(self) -> Base:
+        """Load the base to its device."""
         from inference.verifier.base import resolve_device
 
-        if self.compile and not may_compile:
-            raise ValueError("only eval, verify and chat have compiled steps: pass --forward eager or packed")
         return self.load_on(resolve_device(self.device))
 
     def load_on(self, device: torch.device) -> Base:
         """Load the base to a device, and prepare this process for it."""
         from inference.verifier.base import load_base, prepare_process
 
-        is_half = self.dtype in ("bfloat16", "float16") and not self.compile
+        graphed = None if self.forward == "auto" else self.forward == "graphed"
+        is_half = self.dtype in ("bfloat16", "float16") and not graphed
         prepare_process(device, sums_alike=is_half if self.bitwise is None else self.bitwise)
-        return load_base(self.base, self.dtype, device, packed=self.forward == "packed", bitwise=self.bitwise)
+        is_packed = self.forward == "packed"
+        return load_base(self.base, self.dtype, device, packed=is_packed, bitwise=self.bitwise, graphed=graphed)
 
 
 @checks_arguments

@@ -65,7 +65,7 @@ class Speculation:
             model and kept; or a drafter object.
         tokenizer: Tokenizer of the model, needed if the drafter comes from a folder, which is checked against it. By
             default it is loaded from where the model was loaded from.
-        check, compile: As in `inference.generation.GenerateOptions`.
+        check, graphed: As in `inference.generation.GenerateOptions`.
     """
 
     @checks_arguments
@@ -74,10 +74,10 @@ class Speculation:
         drafter: Any = "anpd",  # AnyDrafter, see `resolve`
         tokenizer: PreTrainedTokenizerBase | None = None,
         check: bool = True,
-        compile: bool = False,
+        graphed: bool | None = None,
     ) -> None:
         self.drafter = drafter_specs.resolve(drafter)
-        self.tokenizer, self.check, self.compile = tokenizer, check, compile
+        self.tokenizer, self.check, self.graphed = tokenizer, check, graphed
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
         self._in_use = threading.Lock()
@@ -127,7 +127,7 @@ class Speculation:
             prompts = read_prompts(input_ids, model_kwargs)
             base = self._base(model)
             self.generations = []
-            with acquire_runner(base, self.compile) as runner:
+            with acquire_runner(base) as runner:
                 max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
                 for row, prompt in enumerate(prompts):
                     processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, row, len(prompt))
@@ -164,7 +164,8 @@ class Speculation:
                 )
             tokenizer = load_tokenizer(name)
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
-        return Base(name or type(model).__name__, model, cast(PreTrainedTokenizerBase, tokenizer), self.check)
+        name, known_tokenizer = name or type(model).__name__, cast(PreTrainedTokenizerBase, tokenizer)
+        return Base(name, model, known_tokenizer, self.check, graphed=self.graphed)
 
     def _drafter(self, runner: Runner) -> Drafter:
         """Build the drafter at the first call with this runner."""

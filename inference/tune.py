@@ -29,7 +29,7 @@ from inference.evaluate.own_loop import answer_questions
 from inference.options import ModelOptions, SamplingOptions, SearchOptions, TuneQuestions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler

@@ -22,7 +22,7 @@ from inference import drafter_specs
 from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.layers import model_logits
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
@@ -48,10 +48,10 @@ def verify(
     if min(texts, text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()
-    base, sampler, caps = model.load(may_compile=True), sampling.sampler(), selection.caps()
+    base, sampler, caps = model.load(), sampling.sampler(), selection.caps()
     selected = selection.select(base, questions)
     prompts = [(prompt, caps[name]) for name, benchmark in selected.items() for prompt in benchmark.prompts]
-    runner, is_sampled = make_runner(base, model.compile), sampling.temperature > 0
+    runner, is_sampled = make_runner(base), sampling.temperature > 0
     specs = drafter_specs.labels(drafter)
     sessions = {name: drafter_specs.make_session(spec, runner, sampler) for name, spec in specs.items()}
     drawing = {name for name, session in sessions.items() if is_sampled and session.drafter.samples_drafts}

@@ -171,6 +171,12 @@ class PseudoRunner:
     def reset(self, reserve=0):
         self.text, self.fed = [], ([], None)
 
+    def capture(self, drafter):
+        pass
+
+    def most_nodes(self, length):
+        return 1024
+
     @property
     def cached(self):
         return len(self.text)

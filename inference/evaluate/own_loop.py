@@ -31,7 +31,7 @@ from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
 from inference.timing import MachineLoad
 from inference.verifier.base import Base, resolve_device
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.session import Session, Step
 
 MAX_REPEATS = 5  # of a benchmark whose speed-ups are not precise
@@ -63,7 +63,7 @@ class OwnLoop:
         options: EvaluationOptions,
     ) -> None:
         device = "cuda" if resolve_device(model.device).type == "cuda" else "cpu"
-        self.model = model
+        self.model = model = model.on(torch.device(device))
         self.questions = {name: prompts[name].questions for name in prompts}  # by benchmark
         self.conditions = make_conditions(
             model,
@@ -98,7 +98,7 @@ class OwnLoop:
         running, gpu_use = timing.running_threads(), timing.gpu_use(device)
         torch.set_num_threads(conditions.threads or 1)
         base = self.model.load_on(device)
-        runner = make_runner(base, self.model.compile)
+        runner = make_runner(base)
         sessions = {
             name: drafter_specs.make_session(drafter.spec, runner, conditions.sampling.sampler())
             for name, drafter in conditions.drafters.items()

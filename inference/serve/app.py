@@ -33,7 +33,7 @@ from inference.generation import IncrementalDetokenizer
 from inference.options import SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
 

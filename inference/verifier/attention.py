@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
@@ -25,8 +26,8 @@ class Fed:
     ids: Tensor  # (1, S) token ids
     positions: Tensor  # (1, S)
     # Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain causal
-    # attention, which is right for an empty cache or a single new token.
-    masks: Mapping[str, Tensor | None]
+    # attention, which is right for an empty cache or a single new token. FlexAttention takes a BlockMask.
+    masks: Mapping[str, Tensor | BlockMask | None]
     cache: Cache  # keys and values of the tokens before; the forward adds those of the S tokens
 
 

@@ -72,6 +72,8 @@ class Base(_Sizes):
         prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
         bitwise: Whether a runner computes bit-identical rows (`inference.verifier.bitwise`), where that works. By
             default it does in bfloat16 and float16 on a CPU, in which texts would differ otherwise.
+        graphed: Whether a runner's steps are graphed (`inference.verifier.graphed`). By default they are on a GPU,
+            unless the base cannot be captured or must have bit-identical rows.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Base(_Sizes):
     check: bool = True
     prefill_chunk: int = PREFILL_CHUNK
     bitwise: bool | None = None
+    graphed: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", getattr(self.model, "_orig_mod", self.model))  # behind torch.compile(model)
@@ -89,6 +92,11 @@ class Base(_Sizes):
         """Whether a runner computes bit-identical rows, if it can."""
         is_half = self.model.dtype in (torch.bfloat16, torch.float16)
         return is_half and self.model.device.type == "cpu" if self.bitwise is None else self.bitwise
+
+    @property
+    def wants_graphs(self) -> bool:
+        """Whether a runner's steps are graphed, if they can be."""
+        return self.model.device.type == "cuda" and not self.bitwise if self.graphed is None else self.graphed
 
     @property
     def config(self) -> PretrainedConfig:  # type: ignore[override]  # nobody sets it
@@ -199,6 +207,7 @@ def load_base(
     packed: bool = False,
     prefill_chunk: Annotated[int, Field(ge=0)] = PREFILL_CHUNK,
     bitwise: bool | None = None,
+    graphed: bool | None = None,
 ) -> Base:
     """Load a frozen base from a folder, a hub id or a GGUF file, or raise ValueError, which says what to do.
 
@@ -212,6 +221,7 @@ def load_base(
         packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
+        graphed: See `Base`.
     """
     name = str(name)
     tokenizer, model = load_tokenizer(name), load_model(name, dtype, device)
@@ -219,7 +229,7 @@ def load_base(
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
     if packed:
         pack_weights(model)
-    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise)
+    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise, graphed)
 
 
 def prepare_process(device: str | torch.device = "cpu", sums_alike: bool = False) -> None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+POSITIONS_AT_ONCE = 1024
+
 
 class _BufferLayer(DynamicLayer):
     """One layer of a `BufferCache`; ``keys`` and ``values`` are views of its first ``length`` positions."""
@@ -109,3 +111,31 @@ class BufferCache(Cache):
         """Drop all positions and keep the memory."""
         for layer in self._buffer_layers:
             layer.length = 0
+
+
+class FixedCache(BufferCache):
+    """A `BufferCache` whose tensors stay at their addresses, unless a text needs more than all texts before it.
+
+    It has a multiple of `POSITIONS_AT_ONCE` positions, at most ``most`` unless it is asked for more.
+    """
+
+    def __init__(self, num_layers: int, most: int) -> None:
+        self.most = most
+        super().__init__(num_layers, capacity=min(POSITIONS_AT_ONCE, most))
+
+    def reserve(self, length: int) -> None:
+        """Have room for ``length`` positions."""
+        if not self.views:
+            self.capacity = max(self.capacity, self._rounded(length))
+        elif length > self.capacity:
+            self.grow(length, *self.views[0])
+
+    def grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        kept = self.capacity if self.views else 0
+        self.capacity = max(self.capacity, self._rounded(length))
+        super().grow(length, keys, values)
+        assert self.buffer is not None
+        self.buffer[..., kept:, :] = 0  # what is masked is multiplied by 0 and must be finite
+
+    def _rounded(self, length: int) -> int:
+        return max(length, min(length + -length % POSITIONS_AT_ONCE, self.most))

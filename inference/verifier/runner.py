@@ -1,5 +1,6 @@
 """One base and its KV cache: a forward over pending tokens and draft tree, then commit what was accepted."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.protocol import RequiredOutputs
+from drafters.protocol import Drafter, RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base
@@ -61,6 +62,14 @@ class Runner:
             self.truncate(0)
         end = self.attention.end_of_positions(length)
         return end if self.row_multiple is None else min(end, length + MAX_DEPTH)
+
+    def capture(self, drafter: Drafter) -> None:
+        """Capture what steps with this drafter replay, if they are graphed; the cache must be empty."""
+        return None
+
+    def most_nodes(self, length: int) -> int:
+        """The largest number of nodes that the step behind a text of this length may feed."""
+        return sys.maxsize
 
     @torch.inference_mode()
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:

@@ -148,6 +148,7 @@ class Session:
         """The limits of the next proposal: those of the text's length, the base's context and the request."""
         length = len(self.seq)
         seed, positions = derived_seed(self.sampler.seed, length), self.runner.prepare(length)
+        max_nodes = min(max_nodes, self.runner.most_nodes(length))
         return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 
     @torch.inference_mode()
@@ -195,9 +196,14 @@ class Session:
 
     def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
         """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
-        self.runner.reset(reserve)
+        self._prepare(reserve)
         self.seq = list(prompt)
         self.drafter.begin(self.seq)
+
+    def _prepare(self, reserve: int) -> None:
+        """Empty the cache, and capture the graphs that are missing, if steps are graphed."""
+        self.runner.reset(reserve)
+        self.runner.capture(self.drafter)
 
     def prefill(self, num_tokens: int) -> None:
         """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
@@ -238,6 +244,7 @@ class Session:
 
     def run(self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Generation:
         """Decode to the end; see `decode`."""
+        self._prepare(self.end_of(prompt, max_new_tokens) + RESERVED_FOR_DRAFTS)  # once, and not part of the time
         result, started = Generation(), time.perf_counter()
         for emitted, cost in self.decode(prompt, max_new_tokens, eos):
             result.tokens += emitted

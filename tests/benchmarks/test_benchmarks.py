@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import against_transformers, gpu, harness, paper_figures, steps, training_speed
 from inference.options import QuestionOptions
-from inference.verifier import compiled as verifier_compiled
+from inference.verifier import graphed
 from inference.verifier.base import load_base
 from train.cli import parse
 
@@ -75,7 +75,6 @@ def test_a_random_base_is_reproducible_and_varies():
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
-    monkeypatch.setattr(verifier_compiled, "BACKEND", "eager")
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
     out = tmp_path / "out.md"
     sizes = {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(out)}

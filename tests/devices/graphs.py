@@ -13,16 +13,16 @@ from drafters.nn import graph
 from tests.devices.pretend import INDEXING
 
 aten = torch.ops.aten
-# What no GPU captures: results, or shapes of results, that the host waits for; numbers that it brings; random numbers.
-TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# What no GPU captures: results, or shapes of results, that the host waits for, and numbers that it brings.
+TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 OPERATORS = {aten.item.default, aten.lift_fresh.default}
 
 
 def is_captured(func, args):
     """Whether a CUDA graph can hold an operator with these arguments."""
-    indices = args[1] if func in INDEXING else ()
-    has_masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return not (has_masks or func in OPERATORS or TAGS & set(func.tags))
+    if func in INDEXING:  # by masks, the number of results depends on values
+        return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return not (func in OPERATORS or TAGS & set(func.tags))
 
 
 class Recorder(TorchDispatchMode):
@@ -50,15 +50,17 @@ class EmulatedGraphs:
 
     Attributes:
         launches: Replays of each function, by its name.
+        num_captured: Functions that were captured.
     """
 
     def __init__(self):
-        self.launches = {}
+        self.launches, self.num_captured = {}, 0
 
     @torch.inference_mode()
     def __call__(self, function, device):
         for _ in range(graph.NUM_WARM_UP):
             function()
+        self.num_captured += 1
         with Recorder() as recorder:
             results = function()
         name = getattr(function, "__qualname__", repr(function))

@@ -14,7 +14,7 @@ from inference import drafter_specs
 from inference import verify as module
 from inference.commands import verify
 from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
-from inference.verifier import attention, compiled, row_multiples
+from inference.verifier import attention, graphed, row_multiples
 from inference.verifier.sampling import Greedy
 from inference.verify import Comparison, compare, first_divergence, generate_reference
 
@@ -81,7 +81,7 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
 
 def compared(base, spec, prompts, max_new_tokens, sampler):
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
-    runner = compiled.make_runner(base)
+    runner = graphed.make_runner(base)
     capped = [(prompt, max_new_tokens) for prompt in prompts]
     return compare(drafter_specs.make_session(spec, runner, sampler), capped, expected)
 
@@ -105,7 +105,7 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
     monkeypatch.setattr(attention, "_kept_mask", everything)
     monkeypatch.setattr(attention, "causal_tree_mask", everything)
-    monkeypatch.setattr(compiled, "check_once", lambda *_: None)  # which refuses such a runner
+    monkeypatch.setattr(graphed, "check_once", lambda *_: None)  # which refuses such a runner
     model = ModelOptions(folder)
     with pytest.raises(SystemExit) as caught:
         prompts = VerifyQuestions(limit=3, max_new_tokens=24)
@@ -126,7 +126,7 @@ def test_verify_compares_logits_bit_for_bit(capsys, monkeypatch):
     assert "bit-identical rows: yes, fed in multiples of" in printed and "Nothing is lost" in printed
     assert "of the base's 3 answers" in printed and printed.count("3/3 │ 3/3") == 2
     monkeypatch.setattr(DraftTree, "ancestor_mask", lambda tree: np.tri(len(tree), dtype=bool))
-    monkeypatch.setattr(compiled, "check_once", lambda *_: None)  # which refuses such a runner
+    monkeypatch.setattr(graphed, "check_once", lambda *_: None)  # which refuses such a runner
     monkeypatch.setattr(row_multiples, "_rows_agree", lambda *_: True)
     with pytest.raises(SystemExit):
         verify(model, prompts, SamplingOptions(), ["token_recycling"])

@@ -17,7 +17,7 @@ from inference.timing import processor_name
 from inference.verifier import bitwise, packed
 from inference.verifier.base import Base
 from inference.verifier.check import difference
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 from inference.verifier.packed import pack_weights
 from inference.verifier.row_multiples import tree_around
 
@@ -203,7 +203,7 @@ def test_rows_differ_with_the_usual_attention(dtype):
 
 def test_rows_differ_where_they_are_not_filled_up_or_on_intel_without_mkls_strict_mode(monkeypatch):
     if "Intel" in processor_name():  # there the strict mode is the measure: it sums any number of rows alike
-        code = "from inference import load_base; from inference.verifier.compiled import make_runner;"
+        code = "from inference import load_base; from inference.verifier.graphed import make_runner;"
         code += "make_runner(load_base('checkpoints/tiny-chat', 'float32', bitwise=True))"
         loose = {**os.environ, "MKL_CBWR": "AUTO"}
         run = subprocess.run([sys.executable, "-c", code], env=loose, capture_output=True, text=True)
@@ -211,7 +211,7 @@ def test_rows_differ_where_they_are_not_filled_up_or_on_intel_without_mkls_stric
         return
     base = load_base("checkpoints/tiny-chat", "float32", bitwise=True)
     assert make_runner(base).row_multiple > 1
-    monkeypatch.setattr("inference.verifier.compiled.row_multiple", lambda runner: 1)
+    monkeypatch.setattr("inference.verifier.graphed.row_multiple", lambda runner: 1)
     num_compared, num_different = count_different(base, 300)
     assert num_different > num_compared / 2
 
@@ -243,8 +243,8 @@ def test_a_base_that_cannot_is_refused_if_asked_for_and_else_runs_as_before(make
     generate(replace(base, bitwise=None), [3, 4], max_new_tokens=2)  # whose runner is kept
     with pytest.raises(ValueError, match="toy has no bit-identical rows here"):
         generate(replace(base, bitwise=None), [3, 4], bitwise=True, max_new_tokens=2)
-    with pytest.raises(ValueError, match="has no bit-identical rows in compiled steps: leave out one of the two"):
-        generate(replace(base, bitwise=None), [3, 4], bitwise=True, compile=True)
+    with pytest.raises(ValueError, match="has no bit-identical rows in graphed steps: leave out one of the two"):
+        generate(replace(base, bitwise=None), [3, 4], bitwise=True, graphed=True)
 
 
 def test_a_width_whose_products_depend_on_the_number_of_rows_is_found(make_family):

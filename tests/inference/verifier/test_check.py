@@ -14,7 +14,7 @@ from inference.verifier import attention, check
 from inference.verifier.attention import causal_tree_mask
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache
-from inference.verifier.compiled import make_runner
+from inference.verifier.graphed import make_runner
 
 
 @pytest.fixture

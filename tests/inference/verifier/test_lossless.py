@@ -1,8 +1,8 @@
 """One matrix: with every drafter, cache, attention, prompt and ending, the text is the base's own."""
 
 import copy
-import logging
 import random
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -12,15 +12,16 @@ from safetensors.torch import load_file, save_file
 
 import drafters
 from benchmarks import recipes
+from drafters.nn import graph
 from drafters.protocol import Limits
-from inference.verifier import compiled
-from inference.verifier.compiled import make_runner
 from inference.verifier.draft_model import DraftModelSession
+from inference.verifier.graphed import make_runner
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import PHASES, Session
 from inference.verify import first_divergence
+from tests.devices.graphs import EmulatedGraphs
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
 
 LENGTH = 26
@@ -129,7 +130,7 @@ DRAFTERS = {
 }
 LLAMA_ONLY = {*LEARNED, "merged, ctc", "merged, eagle", "cascade, ctc", "self_speculative"}
 # Those that want something different of a runner: chains, trees, scratch nodes, hidden states, a second session.
-COMPILED = [
+GRAPHED = [
     "none",
     "lookahead",
     "joint",
@@ -139,7 +140,7 @@ COMPILED = [
     "ctc_deep",
     "eagle",
 ]
-COMPILED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
+GRAPHED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
 OTHER_TEMPERATURES = ["anpd", "self_draft", "ouroboros", "self_speculative", "ctc", "eagle"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 KINDS += [("qwen3", "sdpa"), ("olmo", "sdpa")]
@@ -240,24 +241,27 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, sample
 
 
 @pytest.fixture(scope="module")
-def compiled_runner(make_base):
-    """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
+def graphed_runner(make_base):
+    """A runner of graphed steps, and the emulator of its graphs."""
+    emulator = EmulatedGraphs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "BACKEND", "eager")
-        patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
-        yield make_runner(make_base(predictable=True), compile=True)
+        patch.setattr(graph, "captured", emulator)
+        yield make_runner(replace(make_base(predictable=True), graphed=True)), emulator
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-def test_with_compiled_steps_the_text_is_the_bases_own(session, compiled_runner, name):
-    """How tokens are drawn from the logits is the same code; `test_compiled.py` has a sampled text."""
-    base, prompt = compiled_runner.base, prompt_of(17)
-    expected = alone(base, prompt, LENGTH)
-    result = session(name, compiled_runner, prompt, expected).run(prompt, LENGTH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in GRAPHED else [pytest.mark.slow]) for name in DRAFTERS]
+)
+def test_with_graphed_steps_the_text_is_the_bases_own(session, graphed_runner, name):
+    """How tokens are drawn from the logits is the same code; `test_graphed.py` has a sampled text."""
+    (runner, emulator), prompt = graphed_runner, prompt_of(17)
+    expected, num_before = alone(runner.base, prompt, LENGTH), sum(emulator.launches.values())
+    result = session(name, runner, prompt, expected).run(prompt, LENGTH)
     assert result.tokens == expected
     if name != "none":
         assert sum(step.accepted for step in result.steps) > 0, "otherwise the text proves little"
+    num_launches = sum(emulator.launches.values()) - num_before
+    assert num_launches >= len(result.steps) - 1, "all steps but the prefill were replayed"
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import torch
 
 from benchmarks import against_transformers, gpu, harness, paper_figures, steps, training_speed
 from inference.options import QuestionOptions
-from inference.verifier import graphed
 from inference.verifier.base import load_base
 from train.cli import parse
 

@@ -86,7 +86,7 @@ OPTIONS = [
     ({}, {}),
     *(({"max_new_tokens": number}, {"max_new_tokens": 4}) for number in (4, np.int64(4), np.uint8(4), torch.tensor(4))),
     ({"max_new_tokens": 1}, {"max_new_tokens": 1}),
-    *(({name: None}, {}) for name in ("temperature", "top_k", "top_p", "seed", "check", "compile", "bitwise", "eos")),
+    *(({name: None}, {}) for name in ("temperature", "top_k", "top_p", "seed", "check", "graphed", "bitwise", "eos")),
     ({"logits_processor": None}, {}),
     ({"tokenizer": None, "tools": None}, {}),
     *(({"temperature": value}, {}) for value in (0, 0.0, np.float32(0), 1e-7, False or 0)),
@@ -131,7 +131,7 @@ OPTIONS = [
         ({"eos": value}, "eos")
         for value in (np.array([1.5]), range(2, 4), object(), iter([2]), [[2]], fractions.Fraction(2))
     ),
-    *(({name: value}, name) for name in ("check", "compile", "bitwise") for value in ("yes", 1, [True], 0.0)),
+    *(({name: value}, name) for name in ("check", "graphed", "bitwise") for value in ("yes", 1, [True], 0.0)),
     *(({"logits_processor": value}, "logits_processor") for value in (PENALTY, [None], ["x"], "x", 3, {PENALTY})),
     *(({"tokenizer": value}, "tokenizer") for value in ("path", CHECKPOINT, 3, object())),
     *(
@@ -326,8 +326,8 @@ def test_anything_else_is_refused_as_a_drafter(chat, ids, drafter, said):
         ({"tokenizer": "path"}, "tokenizer"),
         ({"tokenizer": 3}, "tokenizer"),
         ({"check": "yes"}, "check"),
-        ({"compile": 1}, "compile"),
-        ({"compile": [True]}, "compile"),
+        ({"graphed": 1}, "graphed"),
+        ({"graphed": [True]}, "graphed"),
         ({"drafters": "anpd"}, "drafters: did you mean drafter?"),
         ({"temperature": 1.0}, "no option temperature"),
     ],

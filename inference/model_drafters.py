@@ -67,7 +67,7 @@ def model_runner(folder: str, base: Base) -> Runner:
             f"the draft model {folder} has another tokenizer ({len(model.tokenizer)} tokens) than the base {base.name} "
             f"({len(base.tokenizer)} tokens): pass a model with the same tokenizer"
         )
-    return make_runner(model, vocab_size=base.config.vocab_size)
+    return make_runner(replace(model, graphed=base.graphed), vocab_size=base.config.vocab_size)
 
 
 @lru_cache(maxsize=4)

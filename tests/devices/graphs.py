@@ -6,6 +6,7 @@ nothing about kernels, streams or speed.
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,11 +23,13 @@ def is_captured(func, args):
     """Whether a CUDA graph can hold an operator with these arguments."""
     if func in INDEXING:  # by masks, the number of results depends on values
         return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return not (func in OPERATORS or TAGS & set(func.tags))
+    return not (func in OPERATORS or TAGS & set(getattr(func, "tags", ())))
 
 
 class Recorder(TorchDispatchMode):
     """Records the operators that run in its ``with`` block."""
+
+    supports_higher_order_operators = True  # FlexAttention is one
 
     def __init__(self):
         super().__init__()
@@ -72,3 +75,17 @@ class EmulatedGraphs:
             return results
 
         return replay
+
+
+def use_flex_attention(patch):
+    """Let graphed steps attend by FlexAttention on the CPU, as they do on a GPU, not compiled; returns its calls."""
+    calls = []
+
+    def uncompiled(query, key, value, training, **options):
+        calls.append(query.shape)
+        return flex_attention(query, key, value, **options)
+
+    patch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    patch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
+    patch.setattr("inference.verifier.fixed_step.FLEX_ON", frozenset(["cpu"]))
+    return calls

@@ -3,15 +3,18 @@
 import json
 import logging
 import random
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch._inductor.utils import run_and_get_code
+from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GenerationConfig
 
 from drafters import DraftTree
+from drafters.protocol import RequiredOutputs
 from inference.commands import verify
 from inference.generation import acquire_runner, generate, stream
 from inference.options import ModelOptions
@@ -22,6 +25,7 @@ from inference.verifier.graphed import GraphRunner, make_runner
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
+from tests.devices.graphs import use_flex_attention
 from tests.inference.verifier.oracles import random_tree
 from train.arguments import grouped
 
@@ -55,17 +59,7 @@ def compiles(monkeypatch):
 
 @pytest.fixture
 def flex_on_cpu(monkeypatch):
-    """Lets models attend by FlexAttention on the CPU, as they do on a GPU, without compiling it."""
-
-    def eager(query, key, value, training, **options):
-        calls.append(query.shape)
-        return flex_attention(query, key, value, **options)
-
-    calls = []
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", eager)
-    monkeypatch.setattr(fixed_step, "FLEX_ON", frozenset(["cpu"]))
-    return calls
+    return use_flex_attention(monkeypatch)
 
 
 def graph_runner(base, **changes):
@@ -156,11 +150,13 @@ def test_texts_are_those_of_transformers(make_base, adversary, emulated_graphs, 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_with_flex_attention_texts_are_those_of_transformers(make_base, oracle, few_shapes, flex_on_cpu, kind):
+def test_with_flex_attention_texts_are_those_of_transformers(
+    make_base, oracle, few_shapes, flex_on_cpu, emulated_graphs, kind
+):
     base = make_base(kind, dtype=torch.float32, predictable=True)
     expected = greedy(base, PROMPT, 30)
     result = Session(graph_runner(base), oracle([*PROMPT, *expected], length=4)).run(PROMPT, 30)
-    assert result.tokens == expected and len(flex_on_cpu) > 10
+    assert result.tokens == expected and len(flex_on_cpu) > 5
     assert sum(each.accepted for each in result.steps) > 10
     assert base.model.config._attn_implementation == "sdpa"
 
@@ -274,6 +270,32 @@ def test_with_layers_and_flex_attention_compiled_by_inductor_texts_are_those_of_
     result = Session(graph_runner(base), oracle([*PROMPT, *expected], length=4)).run(PROMPT, 14)
     assert result.tokens == expected
     assert sum(each.accepted for each in result.steps) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_writes_into_the_cache_and_copies_none_of_it(make_base, few_shapes, monkeypatch):
+    monkeypatch.setattr(graphed, "COMPILED_ON", frozenset(["cpu"]))
+    monkeypatch.setattr(fixed_step, "FLEX_ON", frozenset(["cpu"]))
+    monkeypatch.setattr("inference.verifier.cache.POSITIONS_AT_ONCE", 50)  # no other size of the toy base
+    base = replace(make_base(dtype=torch.float32, layers=2), check=False)
+    runner, codes = run_and_get_code(lambda: graph_runner(base))
+    assert f", {runner.cache.capacity}, " in codes[0], "the cache is read"
+    allocated = re.findall(r"empty_strided_cpu\(\((.*?)\)", codes[0])
+    assert allocated and not any(str(runner.cache.capacity) in sizes.split(", ") for sizes in allocated)
+
+
+def test_a_graphed_draft_model_has_the_logits_of_an_eager_one(make_base, emulated_graphs):
+    base = make_base(predictable=True)
+    for vocab_size in (base.config.vocab_size - 3, base.config.vocab_size + 5):
+        eager, runner = (make_runner(replace(base, graphed=graphed), vocab_size) for graphed in (False, True))
+        assert isinstance(runner, GraphRunner)
+        for each in (eager, runner):
+            each.forward(PROMPT, DraftTree(), RequiredOutputs())
+            each.commit([])
+        theirs, ours = (each.forward([7], DraftTree([39, 4], [-1, 0]), RequiredOutputs()) for each in (eager, runner))
+        assert ours.logits.shape == (3, vocab_size)
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=1e-9)
 
 
 # ---- the commands

@@ -21,7 +21,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import PHASES, Session
 from inference.verify import first_divergence
-from tests.devices.graphs import EmulatedGraphs
+from tests.devices.graphs import EmulatedGraphs, use_flex_attention
 from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
 
 LENGTH = 26
@@ -242,13 +242,15 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, sample
 
 @pytest.fixture(scope="module")
 def graphed_runner(make_base):
-    """A runner of graphed steps, and the emulator of its graphs."""
+    """A runner of graphed steps with the attention of a GPU, and the emulator of its graphs."""
     emulator = EmulatedGraphs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "captured", emulator)
+        use_flex_attention(patch)
         yield make_runner(replace(make_base(predictable=True), graphed=True)), emulator
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in GRAPHED else [pytest.mark.slow]) for name in DRAFTERS]
 )

@@ -16,13 +16,14 @@ aten = torch.ops.aten
 # What no GPU captures: results, or shapes of results, that the host waits for; numbers that it brings; random numbers.
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 OPERATORS = {aten.item.default, aten.lift_fresh.default}
+ATTENTION = {aten.scaled_dot_product_attention.default}  # which draws numbers only for a dropout, and ours has none
 
 
 def is_captured(func, args):
     """Whether a CUDA graph can hold an operator with these arguments."""
-    indices = args[1] if func in INDEXING else ()
-    has_masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return not (has_masks or func in OPERATORS or TAGS & set(func.tags))
+    if func in INDEXING:  # with masks the shape of the result depends on values
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+    return func in ATTENTION or not (func in OPERATORS or TAGS & set(func.tags))
 
 
 class Recorder(TorchDispatchMode):

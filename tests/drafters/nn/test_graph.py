@@ -56,6 +56,14 @@ def test_what_waits_for_the_device_or_comes_from_the_host_is_refused(function, e
         Graph(lambda: function(torch.ones(3)), CPU)
 
 
+def test_indices_and_attention_without_dropout_are_captured(emulated_graphs):
+    index, states = torch.tensor([2]), torch.arange(12.0).view(1, 1, 6, 2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    graph = Graph(lambda: (states[..., index, :], attend(states[..., index, :], states, states)), CPU)
+    index.fill_(4)
+    assert [x.tolist() for x in graph()] == [[[[[8.0, 9.0]]]], attend(states[..., 4:5, :], states, states).tolist()]
+
+
 def test_a_number_of_the_host_is_baked_in(emulated_graphs):
     host = {"number": 1}
     graph = Graph(lambda: torch.ones(1) + host["number"], CPU)

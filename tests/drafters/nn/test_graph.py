@@ -69,3 +69,11 @@ def test_a_number_of_the_host_is_baked_in(emulated_graphs):
     graph = Graph(lambda: torch.ones(1) + host["number"], CPU)
     host["number"] = 5
     assert graph().tolist() == [2.0]
+
+
+def test_an_input_that_has_moved_is_found(emulated_graphs):
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    graph = Graph(lambda: weight * 2, CPU)
+    weight.data = torch.zeros(2)
+    with pytest.raises(AssertionError, match="has moved"):
+        graph()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.nn.anchor_attention import Mask, attend
+from drafters.nn.anchor_attention import Mask, attend, extended
 from drafters.nn.draft_cache import Context
 from drafters.protocol import BaseShape
 
@@ -119,12 +119,12 @@ class TrunkLayer(nn.Module):
         """Run the layer over frames (B, Q, D).
 
         They attend to the context's keys and values (B, h, S, d) and to each other, where the mask (B, 1, Q, S + Q)
-        allows it.
+        allows it, or as a `CacheMask` says.
         """
         normed = self.input_layernorm(x)
         block_keys, block_values = self.self_attn.keys_values(normed, rotation)
         queries = self.self_attn.queries(normed, rotation)
-        keys, values = torch.cat([keys, block_keys], -2), torch.cat([values, block_values], -2)
+        keys, values = extended(keys, block_keys, mask), extended(values, block_values, mask)
         h = x + self.self_attn.project_output(attend(queries, keys, values, mask))
         return h + self.mlp(self.post_attention_layernorm(h))
 

@@ -98,7 +98,8 @@ class Pieces:
                 query,
                 torch.cat([context_keys[..., context, :], key], -2),
                 torch.cat([context_values[..., context, :], value], -2),
-                attn_mask=mask,
+                mask,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
             for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True)
         ]
@@ -146,7 +147,6 @@ class CacheMask:
             BLOCK_SIZE=BLOCK,
             mask_mod=lambda batch, head, query, key: self.allows(batch, query, key),
             seq_lengths=(self.num_frames, self.num_keys),
-            compute_q_blocks=False,  # which only a backward pass reads
         )
 
     @cached_property
@@ -171,15 +171,19 @@ def extended(context: Tensor, block: Tensor, mask: Mask) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any form."""
+    """Attention of (B, h, Q, d) over (B, key heads, K, d) under a mask of any form."""
     mask = mask.best if isinstance(mask, CacheMask) else mask
     if isinstance(mask, Pieces):
         return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
         flex: Any = _compiled() if queries.is_cuda else flex_attention
         dtype = values.dtype  # under autocast the norms leave queries and keys in float32
-        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        num_shared = queries.shape[1] // keys.shape[1]
+        if num_shared & (num_shared - 1):  # FlexAttention groups heads in powers of 2
+            keys, values = keys.repeat_interleave(num_shared, 1), values.repeat_interleave(num_shared, 1)
+        is_grouped = queries.shape[1] != keys.shape[1]
+        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
 
 
 @cache

@@ -36,8 +36,8 @@ class TrunkOptions:
     Args:
         num_frames: T, number of frames in one draft.
         num_layers: Number of decoder layers in the trunk.
-        num_key_heads: Number of heads with keys and values, which several heads with queries share, as in the base; null
-            or a larger number for all heads. Fewer make the cache of a draft smaller, and a draft over a long text faster.
+        num_key_heads: Number of heads with keys and values, each for several heads with queries, as in most bases; null
+            or a larger number for all heads. With fewer, the cache of a draft is smaller and a draft over it faster.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers

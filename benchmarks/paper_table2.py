@@ -31,9 +31,9 @@ from benchmarks.experiment import Arm, GreedyAnswer, mean_and_range, remembered
 from benchmarks.harness import ResultTable, alternate
 from drafters import BaseWeights, Limits, Medusa, checkpoint
 from drafters.ctc.trees import BLANK, collapsed, paper_trees, with_blank
+from drafters.nn.table import Table
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
-from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
@@ -92,7 +92,7 @@ def trees_of_heads(
 ) -> list[DraftTree]:
     """What `Medusa.trees` returns, with another way to build the trees."""
     probs, tokens = drafter(states, base_weights, drafter.top_k)
-    token_ids, probabilities = on_host(tokens, probs)
+    token_ids, probabilities = Table.of((tokens, probs), probs.dtype).on_host()
     num_nodes = min(drafter.draft_options.num_nodes, limits.max_nodes)
     search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos)
     return build(Candidates(token_ids.astype(np.int64), probabilities), search_limits)

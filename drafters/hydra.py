@@ -1,20 +1,21 @@
 """Hydra: heads that also read the draft tokens before theirs, and trees grown level by level."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from drafters.checks import check_at_least
 from drafters.medusa import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
-from drafters.nn.draft_cache import Context
+from drafters.nn.anchor_attention import CacheMask, Mask
+from drafters.nn.draft_cache import Context, Root
+from drafters.nn.table import Table
 from drafters.nn.transformer import RotaryEmbedding, TrunkLayer
 from drafters.protocol import BaseShape, BaseWeights, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import dynamic
-from drafters.trees.search import SearchLimits
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,9 @@ class PrefixAttention(nn.Module):
         """Keys and values (1, h, n, d) of states (1, n, D) at positions (1, n), for a `DraftCache`."""
         return self.layer.self_attn.keys_values(self.layer.input_layernorm(hidden), self.rotary(positions))
 
-    def last_output(self, hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def last_output(self, hidden: Tensor, position: Tensor, keys: Tensor, values: Tensor, mask: Mask = None) -> Tensor:
         """Output (1, 1, D) of the last state (1, 1, D), given keys and values (1, h, S, d) of all earlier positions."""
-        position = torch.full((1, 1), keys.shape[-2], device=hidden.device)
-        return self.layer(hidden, self.rotary(position), keys, values, None)
+        return self.layer(hidden, self.rotary(position), keys, values, mask)
 
 
 @register("hydra")
@@ -127,8 +127,7 @@ class Hydra(HeadDrafter):
         width = embedding.shape[1]
         return [block(states, embeddings[:, : (1 + head) * width]) for head, block in enumerate(self.blocks)]
 
-    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        options = self.draft_options
+    def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
         embeddings = base_weights.embedding[roots][:, None]  # (A, W, n * D) along the path of each expanded node
         head = 0
 
@@ -142,19 +141,25 @@ class Hydra(HeadDrafter):
             head, embeddings = head + 1, torch.cat([above, base_weights.embedding[tokens]], dim=-1)
             return head_logits()
 
-        depth, num_nodes = min(limits.max_depth, self.num_heads), min(options.num_nodes, limits.max_nodes)
-        within = SearchLimits(num_nodes, depth, limits.eos)
-        return dynamic.grow(head_logits()[:, 0], step, options.width, options.top_k, within)
+        options, depth = self.draft_options, min(limits.max_depth, self.num_heads)
+        return dynamic.grow(head_logits()[:, 0], step, options.width, options.top_k, depth, limits.eos)
+
+    def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
+        return dynamic.best_nodes(parts, limits, self.draft_options.num_nodes)
 
     # ---- decoding with prefix attention, whose keys and values are cached too
 
-    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
-        states = super().cached(hidden, positions, text, base_weights)
+    def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
+        states = super().cached(hidden, positions, tokens, base_weights)
         return states if self.prefix is None else [*states, self.prefix.keys_values(states[0][0][:, 0], positions)]
 
-    def state(self) -> Tensor:
-        last_hidden = super().state()
+    def state(self, context: Context, root: Root) -> Tensor:
+        last_hidden = super().state(context, root)
         if self.prefix is None:
             return last_hidden
-        keys, values = self._cache.read()[1]
-        return self.prefix.last_output(last_hidden[None], keys[..., :-1, :], values[..., :-1, :])[0]
+        (keys, values), position, mask = context[1], root.position - 1, None
+        if root.first is None:
+            keys, values = keys[..., :-1, :], values[..., :-1, :]
+        else:  # its own keys and values are in the cache, and are written there again
+            mask = CacheMask(root.first[0], position[0], 1, keys.shape[-2])
+        return self.prefix.last_output(last_hidden[None], position, keys, values, mask)[0]

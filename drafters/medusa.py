@@ -15,12 +15,12 @@ from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_cho
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import distillation, gathered_logits
 from drafters.losses.chunks import anchors_per_chunk, chunks
-from drafters.nn.draft_cache import CachingDrafter, Context
+from drafters.nn.draft_cache import CachingDrafter, Context, Root
+from drafters.nn.table import Table
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import static
-from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 
 
@@ -129,8 +129,12 @@ class HeadDrafter(CachingDrafter):
         """
 
     @abstractmethod
+    def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
+        """What the heads predict below roots (A,), from states (A, D)."""
+
     def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below roots (A,), from states (A, D); copied to the host at once."""
+        return self.trees_from(self.table(states, roots, base_weights, limits).on_host(), limits)
 
     def logits(self, head: int, x: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits (..., V) of a head's states (..., D), in float32 at least."""
@@ -188,18 +192,15 @@ class HeadDrafter(CachingDrafter):
 
     # ---- drafting
 
-    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+    def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
         return [(hidden[:, None].to(self.dtype),)]
 
-    def state(self) -> Tensor:
-        """The state (1, D) that the heads read below the root."""
-        return self._cache.read()[0][0][:, 0, -1]
+    def state(self, context: Context, root: Root) -> Tensor:
+        """The state (1, D) that the heads read below a root."""
+        return root.last(context[0][0])[:, 0, 0]
 
-    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        self.draft_forwards += 1
-        state = self.state()
-        root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
-        return self.trees(state, root, base_weights, limits)[0]
+    def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
+        return self.table(self.state(context, root), root.token[0], base_weights, root)
 
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
@@ -266,9 +267,12 @@ class Medusa(HeadDrafter):
         probs, tokens = zip(*(distribution.topk(top_k) for distribution in distributions), strict=True)
         return torch.stack(probs, dim=1), torch.stack(tokens, dim=1)
 
-    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+    def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
         probs, tokens = self(states, base_weights, self.top_k)
-        token_ids, probabilities = on_host(tokens, probs)
+        return Table.of((tokens, probs), probs.dtype)
+
+    def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
+        token_ids, probabilities = parts
         candidates = Candidates(token_ids.astype(np.int64), probabilities)
         if self.static:
             trees = (static.fill(self.static, ranked) for ranked in candidates.tokens)

@@ -133,6 +133,9 @@ class Merged(Drafter):
         self.draft_forwards = learned.draft_forwards
         self._mixer, self._nodes = LogisticMixer(), list[Node]()
 
+    def draft_in_graph(self, num_positions: int) -> None:
+        self.learned.draft_in_graph(num_positions)
+
     def reset(self) -> None:
         self.learned.reset()
         self.ngrams.reset()

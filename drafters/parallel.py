@@ -1,9 +1,11 @@
 """Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -13,15 +15,16 @@ from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames, sample_columns
 from drafters.losses.label_loss import LabelLossOptions
-from drafters.nn.anchor_attention import AnchorMask, Mask
-from drafters.nn.draft_cache import CachingDrafter, Context
+from drafters.nn.anchor_attention import AnchorMask, CacheMask, Mask
+from drafters.nn.draft_cache import CachingDrafter, Context, Root
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import Markov, markov_bias
+from drafters.nn.table import Table
 from drafters.nn.transformer import Trunk
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
-from drafters.trees.candidates import choose
+from drafters.trees.candidates import candidates, choose
 from drafters.trees.copies import with_passages
 from drafters.trees.search import Candidates, SearchLimits, search
 
@@ -33,6 +36,8 @@ class TrunkOptions:
     Args:
         num_frames: T, number of frames in one draft.
         num_layers: Number of decoder layers in the trunk.
+        num_key_heads: Number of heads with keys and values, which several heads with queries share, as in the base; null
+            or a larger number for all heads. Fewer make the cache of a draft smaller, and a draft over a long text faster.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
@@ -54,6 +59,7 @@ class TrunkOptions:
 
     num_frames: int = 8
     num_layers: int = 1
+    num_key_heads: int | None = None
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
     root_everywhere: bool = False
@@ -69,6 +75,7 @@ class TrunkOptions:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
+        check_at_least(1, num_key_heads=self.num_key_heads or 1)
         if self.copy and not self.lookup:
             raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
 
@@ -148,15 +155,20 @@ class ParallelDrafter(CachingDrafter):
         self.required_outputs = RequiredOutputs(layers)
         self.num_frames, self.num_labels, self.first_frame = trunk.num_frames, num_labels, first_frame
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
-        self.tokens_in_context, self.copies = trunk.tokens_in_context, trunk.copy
+        self.tokens_in_context = self.reads_tokens = trunk.tokens_in_context
+        self.copies, self.num_slots = trunk.copy, trunk.num_frames
         self.vocab_size = base.vocab_size
         self.loss_options, self.draft_options = loss, draft
-        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
+        num_key_heads = min(trunk.num_key_heads or base.num_heads, base.num_heads)
+        if base.num_heads % num_key_heads:
+            raise ValueError(f"the {base.num_heads} heads of the base cannot share num_key_heads ({num_key_heads})")
+        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:
             raise ValueError("distillation knows no copies: leave it out, or set copy to false")
         self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None
+        self.num_found, self._text = (1 + trunk.num_frames) * trunk.lookup, array("q")  # the text, for the lookup
         num_drafted = trunk.draft_vocab_size
         self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, self.has_blank, num_drafted)
         add_draft_tokens(self, num_drafted, base.vocab_size)
@@ -231,17 +243,28 @@ class ParallelDrafter(CachingDrafter):
 
     def trees(self, frames: Tensor, roots: Roots, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft tree below each root, from the frame states (B * A, T, D)."""
+        return self.trees_from(self.table(frames, roots, base_weights).on_host(), limits)
+
+    def table(self, frames: Tensor, roots: Roots, base_weights: BaseWeights) -> Table:
+        """The candidates of each draft and, of a drafter that copies, the probabilities and tokens of the passages."""
         weights, bias, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)  # (B * A, T, V') or, with a blank, (B * A, T, V' + 1)
+        num_candidates = self.draft_options.top_k * self.num_frames
+        parts = choose(logits, roots.tokens.flatten(), len(weights.head), num_candidates, bias, vocabulary)
+        dtype = parts[1].dtype
+        if self.copies and roots.passages is not None:
+            parts += [roots.passages.copy_logits(frames).sigmoid(), roots.passages.tokens.flatten(0, 1)]
+        return Table.of(parts, dtype)
+
+    def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
         options = self.draft_options
-        num_candidates, num_nodes = options.top_k * self.num_frames, min(options.num_nodes, limits.max_nodes)
-        candidates = choose(logits, roots.tokens.flatten(), len(weights.head), num_candidates, bias, vocabulary)
         is_chain = options.tree == "chain"  # cut in the end, as whether to copy is decided over the whole path
         depth = self.num_frames if is_chain else min(limits.max_depth, self.num_frames)
+        num_nodes = min(options.num_nodes, limits.max_nodes)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
-        trees = self.search(candidates, search_limits)
-        if self.copies and roots.passages is not None:
-            trees = with_passages(trees, roots.passages, frames, search_limits)
+        trees = self.search(candidates(parts[:-2] if self.copies else parts), search_limits)
+        if self.copies:
+            trees = with_passages(trees, parts[-2], parts[-1], search_limits)
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
@@ -284,23 +307,38 @@ class ParallelDrafter(CachingDrafter):
 
     # ---- drafting
 
-    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
-        tokens = torch.tensor([text[: hidden.shape[1]]], device=hidden.device) if self.tokens_in_context else None
-        return self.context(hidden, positions, tokens, base_weights.embedding)
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        self._text = array("q")
 
-    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        frames, roots = self.frames_after(seq, base_weights)
-        return self.trees(frames, roots, base_weights, limits)[0]
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        del self._text[length:]
 
-    def frames_after(self, seq: Sequence[int], base_weights: BaseWeights) -> tuple[Tensor, Roots]:
+    def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
+        here = None if tokens is None else tokens[:, :-1]
+        return self.context(hidden, positions, here, base_weights.embedding)
+
+    def found_in(self, text: Sequence[int]) -> np.ndarray | None:
+        """What the lookup finds, if there is one."""
+        if self.lookup is None:
+            return None
+        self._text.extend(text[len(self._text) :])  # only what is new is copied
+        return self.lookup.find_on_host(np.frombuffer(self._text, np.int64)[None], np.array([[len(text) - 1]]))[0, 0]
+
+    def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
+        return self.table(*self.frames_below(context, root, base_weights), base_weights)
+
+    def frames_below(self, context: Context, root: Root, base_weights: BaseWeights) -> tuple[Tensor, Roots]:
         """States (1, T, D) of the predicting frames below the last token of the cached text, and this root."""
-        # Filled on the device: copying a number there would wait for all kernels that are queued.
-        device = self.frame_embedding.device
-        anchor, token = (torch.full((1, 1), number, device=device) for number in (self._cache.length, seq[-1]))
-        passages = self.lookup.find(torch.tensor([seq]), torch.tensor([[len(seq) - 1]])) if self.lookup else None
-        roots, context = Roots(anchor, token, passages), self._cache.read()  # all of the context is attended to
-        mask = self._mask(roots, context, window=0).dense() if self.causal else None
-        self.draft_forwards += 1
+        found, num_keys = root.found, context[0][0].shape[-2]
+        passages = None if self.lookup is None or found is None else self.lookup.passages(found[None, None])
+        roots = Roots(root.position, root.token, passages)
+        mask: Mask = None  # all of the context is attended to
+        if root.first is not None:
+            mask = CacheMask(root.first[0], root.position[0], self.num_frames, num_keys, self.causal)
+        elif self.causal:
+            mask = self._mask(roots, context, window=0).dense()
         return self.frames(context, roots, base_weights.embedding, mask)[:, 0], roots
 
     @torch.inference_mode()

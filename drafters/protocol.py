@@ -121,7 +121,9 @@ class StepResult:
 
     num_pending: int  # P, decided tokens that were fed; the last of them is the root
     tree: DraftTree  # the draft tree that was fed, M nodes
-    hidden: Tensor | None  # (P + M, F * D) hidden states of the drafter's layers, or None if it needs none
+    # (P + M, F * D) hidden states of the drafter's layers, or None if it needs none. A base that is run in CUDA graphs
+    # overwrites them at its next step.
+    hidden: Tensor | None
     path: list[int]  # accepted nodes, from the root down
     emitted: list[int]  # tokens added to the text: the accepted path and the bonus token, unless the text was cut
     # 1 + M lists of the base's `RequiredOutputs.top_k` most probable tokens, best first: the root's, then each node's.
@@ -134,7 +136,8 @@ class StepResult:
         if self.path == list(range(len(self.path))):  # a slice needs no indices on the device
             return self.hidden[: self.num_pending + len(self.path)]
         rows = [*range(self.num_pending), *(self.num_pending + node for node in self.path)]
-        return self.hidden[torch.tensor(rows, device=self.hidden.device)]
+        places = torch.tensor(rows, pin_memory=self.hidden.is_cuda)  # a pinned copy does not wait for the device
+        return self.hidden[places.to(self.hidden.device, non_blocking=True)]
 
 
 @runtime_checkable

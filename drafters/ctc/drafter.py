@@ -113,7 +113,9 @@ class CTC(ParallelDrafter):
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
             return super().draft(seq, base_weights, limits)
-        frames, _ = self.frames_after(seq, base_weights)
+        self.draft_forwards += 1
+        context = self._cache.read()
+        frames, _ = self.frames_below(context, self.root(context, seq, limits), base_weights)
         weights, markov, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)[0]  # (T, V' + 1)
         bias: TokenBias | None = markov

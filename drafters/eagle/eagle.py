@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,13 +22,13 @@ from drafters.checks import (
 )
 from drafters.losses import gathered_logits
 from drafters.losses.distillation import cross_entropy_of_states
-from drafters.nn.draft_cache import CachingDrafter, Context
+from drafters.nn.draft_cache import CachingDrafter, Context, Root
+from drafters.nn.table import Table
 from drafters.nn.transformer import Attention, FeedForward, RMSNorm, RotaryEmbedding
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import dynamic
-from drafters.trees.search import SearchLimits
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class AutoregressiveDrafter(CachingDrafter):
     """
 
     anchors_at_once = 16
+    reads_tokens = True
 
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
@@ -114,7 +116,7 @@ class AutoregressiveDrafter(CachingDrafter):
         self.draft_options = draft
         self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
-        self.layer = layer
+        self.layer, self.num_passes = layer, draft.depth
 
     # ---- defined by a subclass
 
@@ -154,9 +156,9 @@ class AutoregressiveDrafter(CachingDrafter):
 
     # ---- drafting
 
-    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
-        tokens = torch.tensor([text[1 : 1 + hidden.shape[1]]], device=hidden.device)
-        return self._pairs(hidden, positions, tokens, base_weights)
+    def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
+        assert tokens is not None, "pairs have tokens"
+        return self._pairs(hidden, positions, tokens[:, 1:], base_weights)
 
     def _pairs(self, hidden: Tensor, positions: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Context:
         """Keys and values of pairs (1, n), and the layer's inputs for them, two of (1, 1, n, ·).
@@ -169,14 +171,30 @@ class AutoregressiveDrafter(CachingDrafter):
         keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
         return [keys_values, (residual[:, None], x[:, None])]
 
+    def _start(self, context: Context, root: Root, base_weights: BaseWeights) -> tuple[Paths, Tensor]:
+        """The paths below a root, and the logits (1, V) there."""
+        keys_values, (residuals, inputs) = context
+        visible: Tensor | None = None
+        if root.first is not None:
+            places = torch.arange(residuals.shape[-2], device=residuals.device)
+            visible = (places >= root.first) & (places < root.position)
+        paths = Paths(self, base_weights, keys_values, root.position[0], visible, self.window)
+        return paths, paths.start(root.last(residuals)[:, 0], root.last(inputs)[:, 0])
+
+    def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
+        paths, logits = self._start(context, root, base_weights)
+        depth = min(self.draft_options.depth, root.max_depth)
+        return dynamic.grow(logits, paths.feed, self.width, self.top_k, depth, root.eos)
+
+    def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
+        return dynamic.best_nodes(parts, limits, self.draft_options.num_nodes, self.draft_options.min_probability)
+
     def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        num_pairs = self._cache.length
-        (keys, values), (residuals, inputs) = self._cache.read()
-        anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
-        paths = Paths(self, base_weights, (keys, values), anchor, window=self.window)
-        logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
-        for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
-            logits = paths.feed(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
+        context = self._cache.read()
+        paths, logits = self._start(context, self.root(context, seq, limits), base_weights)
+        # After a rewind there are decided tokens whose states the base has not returned yet.
+        for token in seq[self._cache.length + 1 :]:
+            logits = paths.feed(torch.full((1, 1), token, device=logits.device), paths.only_slot)[:, 0]
         generator = torch.Generator(logits.device).manual_seed(limits.draft_seed)
         tree = self._trees(logits, paths, limits, generator)[0]
         self.draft_forwards += paths.num_passes
@@ -184,12 +202,12 @@ class AutoregressiveDrafter(CachingDrafter):
 
     def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
         options, feed = self.draft_options, paths.feed
-        depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
+        depth = min(options.depth, limits.max_depth)
         if not options.draws:
-            within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
-            return dynamic.grow(logits, feed, self.width, self.top_k, within)
+            table = dynamic.grow(logits, feed, self.width, self.top_k, depth, limits.eos)
+            return self.trees_from(table.on_host(), limits)
         # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
-        depth = min(depth, num_nodes // options.draws)
+        depth = min(depth, min(options.num_nodes, limits.max_nodes) // options.draws)
         if depth < 1:
             return [DraftTree()] * len(logits)
         return dynamic.draw(logits, feed, depth, options.draws, options.temperature, generator, limits.eos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from drafters.dry_run import dry_run_device
+
+BLOCK = 128  # keys that FlexAttention reads together
 
 
 @dataclass(frozen=True)
@@ -96,25 +98,92 @@ class Pieces:
                 query,
                 torch.cat([context_keys[..., context, :], key], -2),
                 torch.cat([context_values[..., context, :], value], -2),
-                attn_mask=mask,
+                mask,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
             for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True)
         ]
         return torch.cat(attended, -2)
 
 
-Mask = Tensor | BlockMask | Pieces | None
+@dataclass(frozen=True)
+class CacheMask:
+    """Lets T frames attend to a text in a cache of fixed size, and to each other in the slots behind the text.
+
+    Its numbers are on the device, so that a CUDA graph makes the mask anew for a text that has grown.
+    """
+
+    first: Tensor  # (1,) the first position that the frames attend to
+    length: Tensor  # (1,) of the text
+    num_frames: int  # T
+    num_keys: int  # positions of the cache
+    causal: bool = False  # whether a frame attends only to itself and to earlier frames
+
+    def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether frame ``query`` may attend to position ``key`` of the cache; the three broadcast."""
+        frame = key - self.length[batch]
+        own = (frame >= 0) & (frame <= query if self.causal else frame < self.num_frames)
+        return own | ((frame < 0) & (key >= self.first[batch]))
+
+    def dense(self) -> Tensor:
+        """The mask as a tensor (T, number of keys) bool."""
+        queries, keys = (torch.arange(size, device=self.length.device) for size in (self.num_frames, self.num_keys))
+        return self.allows(torch.zeros_like(keys), queries[:, None], keys).expand(self.num_frames, -1)
+
+    def sparse(self) -> BlockMask:
+        """The mask for FlexAttention, which reads whole blocks of the text unmasked and skips what no frame sees."""
+
+        def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            """The number of the blocks that are true, and their indices before the others."""
+            indices = blocks.int().argsort(descending=True)
+            return blocks.sum(dtype=torch.int32).view(1, 1, 1), indices.int().view(1, 1, 1, -1)
+
+        starts = torch.arange(0, self.num_keys, BLOCK, device=self.length.device)
+        is_whole = (starts >= self.first) & (starts + BLOCK <= self.length)
+        is_seen = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
+        return BlockMask.from_kv_blocks(
+            *listed(is_seen & ~is_whole),
+            *listed(is_whole),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=lambda batch, head, query, key: self.allows(batch, query, key),
+            seq_lengths=(self.num_frames, self.num_keys),
+        )
+
+    @cached_property
+    def best(self) -> Tensor | BlockMask:
+        """The form of the mask that is fastest on this device."""
+        return self.sparse() if self.length.is_cuda else self.dense()
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """The positions (T,) of the cache into which the frames' keys and values are written."""
+        return self.length + torch.arange(self.num_frames, device=self.length.device)
+
+
+Mask = Tensor | BlockMask | Pieces | CacheMask | None
+
+
+def extended(context: Tensor, block: Tensor, mask: Mask) -> Tensor:
+    """Keys or values (B, h, K, d) of a context and a block: the frames of a `CacheMask` are written into its cache."""
+    if isinstance(mask, CacheMask):
+        return context.index_copy_(-2, mask.slots, block)
+    return torch.cat([context, block], -2)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any form."""
+    """Attention of (B, h, Q, d) over (B, key heads, K, d) under a mask of any form."""
+    mask = mask.best if isinstance(mask, CacheMask) else mask
     if isinstance(mask, Pieces):
         return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
         flex: Any = _compiled() if queries.is_cuda else flex_attention
         dtype = values.dtype  # under autocast the norms leave queries and keys in float32
-        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        num_shared = queries.shape[1] // keys.shape[1]
+        if num_shared & (num_shared - 1):  # FlexAttention groups heads in powers of 2
+            keys, values = keys.repeat_interleave(num_shared, 1), values.repeat_interleave(num_shared, 1)
+        is_grouped = queries.shape[1] != keys.shape[1]
+        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
 
 
 @cache

@@ -1,35 +1,45 @@
-"""The KV cache of a draft module, which holds committed positions only, never those of a draft; and its drafter."""
+"""The KV cache of a draft module, the drafters that have one, and their drafts in CUDA graphs."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.nn.anchor_attention import BLOCK
+from drafters.nn.graph import Graph, HostBuffer
+from drafters.nn.table import Table
 from drafters.protocol import UNLIMITED, BaseWeights, LearnedDrafter, Limits, StepResult
 from drafters.tree import DraftTree
 
 Context = list[tuple[Tensor, ...]]
 """For each layer the keys and values (B, h, S, d) of S positions, or whatever else a drafter keeps of them."""
 SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
+NUM_ROWS, NUM_ENDS = 32, 8  # new positions and end-of-sequence tokens that a CUDA graph takes, more than usual
 
 
 class DraftCache:
-    """Keys and values per draft layer, in buffers that double when full, so that appending copies only what is new.
+    """Keys and values per draft layer of committed positions, never of those of a draft.
 
-    With a window, only that many last positions are read and few more kept, in buffers of at most twice
-    ``window + SLACK`` positions. After a rewind behind the first position that is kept, the window fills up again.
+    The buffers double when full, so that appending copies only what is new. With a window, only that many last
+    positions are read and few more kept, in buffers of at most twice ``window + SLACK`` positions. After a rewind
+    behind the first position that is kept, the window fills up again.
+
+    A cache that is given its buffers holds all positions, and stays at their addresses.
     """
 
-    def __init__(self, window: int = 0) -> None:
-        self.window = window  # 0 reads all positions
+    def __init__(self, window: int = 0, buffers: Context | None = None) -> None:
+        self.window, self._fixed = window, buffers  # 0 reads all positions
+        self._kept = 0 if buffers else window  # 0 keeps all positions
         self.clear()
 
     def clear(self) -> None:
         """Forget all positions, before a new text."""
         self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
-        self._buffers: list[list[Tensor]] = []
+        self._buffers: Context = self._fixed or []
         self._observed: list[Tensor] = []
 
     def observe(self, hidden: Tensor) -> None:
@@ -44,7 +54,7 @@ class DraftCache:
         if not self._observed:
             return None
         hidden, self._observed = torch.cat(self._observed), []
-        num_skipped = max(0, len(hidden) - self.window - SLACK) if self.window else 0
+        num_skipped = max(0, len(hidden) - self._kept - SLACK) if self._kept else 0
         if num_skipped:
             self.length += num_skipped
             self.num_held = 0
@@ -61,56 +71,98 @@ class DraftCache:
     def append(self, context: Context) -> None:
         """Add the keys and values (1, h, S, d) of new positions, for each layer."""
         num_new, num_kept = context[0][0].shape[-2], self.num_held
-        if self.window and num_kept + num_new > 2 * (self.window + SLACK):
-            num_kept = max(0, self.window + SLACK - num_new)
+        if self._kept and num_kept + num_new > 2 * (self._kept + SLACK):
+            num_kept = max(0, self._kept + SLACK - num_new)
         num_held = num_kept + num_new
         if num_kept < self.num_held or not self._buffers or self._buffers[0][0].shape[-2] < num_held:
             self._move(context, num_kept, num_held)
         for buffers, states in zip(self._buffers, context, strict=True):
             for buffer, new in zip(buffers, states, strict=True):
                 buffer[..., num_kept:num_held, :] = new
+        self.advance(num_new)
         self.num_held = num_held
+
+    def advance(self, num_new: int) -> None:
+        """Count positions as cached whose keys and values are in the buffers."""
         self.length += num_new
+        self.num_held += num_new
 
     def _move(self, context: Context, num_kept: int, num_held: int) -> None:
         """Move the last positions to the front of new buffers, with room for more of them."""
         size = max(256, 2 * num_held)
-        if self.window:
-            size = max(num_held, min(size, 2 * (self.window + SLACK)))
+        if self._kept:
+            size = max(num_held, min(size, 2 * (self._kept + SLACK)))
         full = self._buffers
-        self._buffers = [[x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in states] for states in context]
+        self._buffers = resized(context, size)
         for old, new in zip(chain(*full), chain(*self._buffers), strict=False):
             new[..., :num_kept, :] = old[..., self.num_held - num_kept : self.num_held, :]
 
+    @property
+    def first(self) -> int:
+        """The first of the positions in the buffers that a draft may attend to."""
+        return max(0, self.num_held - self.window) if self.window else 0
+
     def read(self) -> Context:
         """Views of the keys and values (1, h, n, d) in the window, for each layer."""
-        last = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
-        return [tuple(buffer[..., last, :] for buffer in buffers) for buffers in self._buffers]
+        return [tuple(buffer[..., self.first : self.num_held, :] for buffer in buffers) for buffers in self._buffers]
+
+
+def resized(context: Context, size: int) -> Context:
+    """Zeros for the keys and values of so many positions."""
+    return [tuple(x.new_zeros(*x.shape[:-2], size, x.shape[-1]) for x in states) for states in context]
+
+
+class Root(NamedTuple):
+    """Where a draft begins, on the device."""
+
+    position: Tensor  # (1, 1) number of the positions before it
+    token: Tensor  # (1, 1)
+    found: Tensor | None  # what `CachingDrafter.found_in` returned
+    eos: Collection[int] | Tensor  # end-of-sequence tokens
+    max_depth: int = UNLIMITED.max_depth
+    # (1, 1) the first position that the draft may attend to, if the context has as many as the cache of a CUDA graph.
+    # The last one is before the root.
+    first: Tensor | None = None
+
+    def last(self, states: Tensor) -> Tensor:
+        """The state (1, 1, 1, d) before the root, of a context's (1, 1, S, d)."""
+        return states[..., -1:, :] if self.first is None else states.index_select(-2, self.position[0] - 1)
 
 
 class CachingDrafter(LearnedDrafter):
     """A drafter whose draft module reads keys and values of the positions before the root, which it keeps in a cache.
 
-    A subclass defines what is kept of a position, `cached`, and how a draft is made of it, `draft`; and for texts that
-    are known already, `known_text`.
+    A subclass defines what is kept of a position, `cached`; how a draft is made of it, on the device by `drafted` and
+    on the host by `trees_from`; and for texts that are known already, `known_text`. A CUDA graph holds the first two,
+    which take from the host nothing but what the text has at its end, and compute what any limits could ask for.
     """
 
     anchors_at_once: int  # drafted together on a known text
+    reads_tokens = False  # whether `cached` reads tokens
+    num_found = 0  # numbers that `found_in` returns
+    num_passes = 1  # of the draft module in a CUDA graph
+    num_slots = 0  # positions behind the text in which a draft in a CUDA graph keeps keys and values of its own
+    _graph: Graph[Table] | None = None
+    _num_positions = 0  # of a text in a CUDA graph; 0 for none
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
         self._cache = DraftCache(window)
 
     @abstractmethod
-    def cached(self, hidden: Tensor, positions: Tensor, text: Sequence[int], base_weights: BaseWeights) -> Context:
+    def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
         """What the cache keeps of new positions (1, n), from the base's hidden states (1, n, F * D) there.
 
-        ``text`` are the tokens from the first of these positions to the root.
+        ``tokens`` (1, n + 1) are those at these positions and the next one; None unless the drafter ``reads_tokens``.
         """
 
     @abstractmethod
-    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        """The draft tree below the last token of a text, of which at least one position is cached."""
+    def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
+        """What the draft module computes below a root, before which at least one position is cached."""
+
+    @abstractmethod
+    def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
+        """The draft trees of A roots, from a table on the host."""
 
     @abstractmethod
     def known_text(
@@ -118,12 +170,21 @@ class CachingDrafter(LearnedDrafter):
     ) -> Callable[[Tensor], list[DraftTree]]:
         """Read a text as for `draft_at`, and return what drafts the trees at some anchors (A,), none of them 0."""
 
+    def found_in(self, text: Sequence[int]) -> np.ndarray | None:
+        """What the host finds in a text for the draft."""
+        return None
+
+    # ---- decoding
+
     def begin(self, prompt: Sequence[int]) -> None:
+        if self._num_positions and self._graph is None:
+            self._capture()
         self._cache.clear()
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        self._cache.observe(step.committed_hidden())
+        hidden = step.committed_hidden()
+        self._cache.observe(hidden.clone() if self._num_positions else hidden)
 
     def rewind(self, length: int) -> None:
         self._cache.rewind(length)
@@ -133,11 +194,103 @@ class CachingDrafter(LearnedDrafter):
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
         if min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
-        if (hidden := self._cache.take_observed()) is not None:
-            start = self._cache.length
-            positions = torch.arange(start, start + len(hidden), device=hidden.device)[None]
-            self._cache.append(self.cached(hidden[None], positions, seq[start:], self.base_weights))
-        return self.draft(seq, self.base_weights, limits) if self._cache.num_held else DraftTree()
+        cache, hidden = self._cache, self._cache.take_observed()
+        start, num_new = cache.length, 0 if hidden is None else len(hidden)
+        # After a rewind there may be decided tokens whose states the base has not returned yet.
+        is_observed = len(seq) == start + num_new + 1 <= self._num_positions + 1
+        in_graph = self._graph is not None and is_observed and len(limits.eos) <= NUM_ENDS
+        if hidden is not None and not (in_graph and num_new <= NUM_ROWS):
+            positions = torch.arange(start, start + num_new, device=hidden.device)[None]
+            tokens: Tensor | None = None
+            if self.reads_tokens:
+                tokens = torch.tensor([seq[start : start + num_new + 1]], device=hidden.device)
+            cache.append(self.cached(hidden[None], positions, tokens, self.base_weights))
+            hidden = None
+        if not cache.num_held and hidden is None:
+            return DraftTree()
+        return self._replay(hidden, seq, limits) if in_graph else self.draft(seq, self.base_weights, limits)
+
+    def draft(self, seq: Sequence[int], base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        """The draft tree below the last token of a text, of which at least one position is cached."""
+        self.draft_forwards += 1
+        context = self._cache.read()
+        table = self.drafted(context, self.root(context, seq, limits), base_weights)
+        return self.trees_from(table.on_host(), limits)[0]
+
+    def root(self, context: Context, seq: Sequence[int], limits: Limits) -> Root:
+        """The root of a text whose context has been read."""
+        # Filled on the device: copying a number there would wait for all kernels that are queued.
+        device = context[0][0].device
+        position, token = (torch.full((1, 1), number, device=device) for number in (self._cache.length, seq[-1]))
+        found = None if (numbers := self.found_in(seq)) is None else torch.from_numpy(numbers).to(device)
+        return Root(position, token, found, limits.eos, limits.max_depth)
+
+    # ---- decoding in a CUDA graph
+
+    def draft_in_graph(self, num_positions: int) -> None:
+        if num_positions != self._num_positions or self._graph is None:
+            self._num_positions = num_positions
+            self._capture()
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        self._graph = None  # it reads the weights where they were; the next text begins with a new one
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        self._graph = None
+        return super()._apply(*arguments, **options)
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        if self.samples_drafts:
+            return
+        weights = self.base_weights
+        assert weights is not None, "attach_base_weights() comes before draft_in_graph()"
+        width, device = weights.embedding.shape[1] * len(self.required_outputs.hidden_layers), weights.embedding.device
+        rows = self._rows = weights.embedding.new_zeros(1, NUM_ROWS, width)  # hidden states of new positions
+        # What the host says: where the text ends, its new tokens, what is found in it, and the end-of-sequence tokens.
+        sizes = 4, NUM_ROWS + 1, self.num_found, NUM_ENDS
+        inputs = HostBuffer(sum(sizes), device=device)
+        self._host, self._numbers = inputs, np.split(inputs.numbers, np.cumsum(sizes)[:-1])
+        ends, tokens, found, eos = inputs.device.split(sizes)
+        start, position, first, token = ends[:, None, None]
+
+        def new() -> tuple[Tensor, Context]:
+            positions = start + torch.arange(NUM_ROWS, device=device)
+            return positions[0], self.cached(rows, positions, tokens[None], weights)
+
+        size = -(-(self._num_positions + max(NUM_ROWS, self.num_slots)) // BLOCK) * BLOCK
+        buffers = resized(new()[1], size)
+        self._cache = DraftCache(self._cache.window, buffers)
+
+        def draft() -> Table:
+            positions, context = new()
+            for buffer, states in zip(chain(*buffers), chain(*context), strict=True):
+                buffer.index_copy_(-2, positions, states)
+            return self.drafted(buffers, Root(position, token, found, eos, first=first), weights)
+
+        self._numbers[0][1] = 1  # at least one position is cached
+        inputs.send()
+        self._graph = Graph(draft, device)
+
+    def _replay(self, hidden: Tensor | None, seq: Sequence[int], limits: Limits) -> DraftTree:
+        """Draft in the graph, which also takes over the hidden states (n, F * D) of new positions."""
+        cache, graph, start = self._cache, self._graph, self._cache.length
+        assert graph is not None
+        if hidden is not None:
+            self._rows[0, : len(hidden)] = hidden
+            cache.advance(len(hidden))
+        ends, tokens, found, eos = self._numbers
+        ends[:] = start, cache.length, cache.first, seq[-1]
+        tokens[: len(seq) - start] = seq[start:]
+        eos[:] = [*limits.eos, *[-1] * (NUM_ENDS - len(limits.eos))]
+        if (numbers := self.found_in(seq)) is not None:
+            found[:] = numbers
+        self._host.send()
+        self.draft_forwards += self.num_passes
+        return self.trees_from(graph().on_host(), limits)[0]
+
+    # ---- on a known text
 
     @torch.inference_mode()
     def draft_at(

@@ -72,8 +72,16 @@ class Lookup(nn.Module):
         """
         length = texts.shape[1]
         host = torch.cat([texts, anchors], 1).cpu().numpy()  # one copy, as back to the device
-        passages = torch.from_numpy(_find(host[:, :length], host[:, length:], self.num_frames)).to(self.scale.device)
-        return Passages(self, passages[..., :-1], passages[..., -1])
+        found = torch.from_numpy(self.find_on_host(host[:, :length], host[:, length:]))
+        return self.passages(found.to(self.scale.device))
+
+    def find_on_host(self, texts: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+        """The tokens of each passage, and behind them the length of its match: (B, A, T + 1)."""
+        return _find(texts, anchors, self.num_frames)
+
+    def passages(self, found: Tensor) -> Passages:
+        """The passages that `find_on_host` found, on the device."""
+        return Passages(self, found[..., :-1], found[..., -1])
 
     def forward(self, tokens: Tensor, lengths: Tensor, embedding: Tensor) -> Tensor:
         """`Passages.additions` (B, A, T, D) of passages with these tokens (B, A, T) and match lengths (B, A)."""

@@ -1,5 +1,6 @@
-"""The candidate tokens of each draft and their probabilities, copied to the host at once."""
+"""The candidate tokens of each draft and their probabilities."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +41,8 @@ def choose(
     num_candidates: int,
     markov: Markov | None = None,
     vocabulary: DraftVocabulary | None = None,
-) -> Candidates:
-    """The C candidates of each draft with their probabilities.
+) -> list[Tensor]:
+    """The C candidates of each draft with their probabilities, on the device; on the host they are `Candidates`.
 
     Without a bias they are the tokens that are most probable in any frame. With one a token may be improbable in every
     frame and yet be certain after the token before it: the bias is multiplied for the 512 tokens that are most probable
@@ -55,17 +56,22 @@ def choose(
         markov: Bias on the W logits given the previous token.
         vocabulary: The tokens that the columns of the logits stand for; None for all.
     """
-    num_candidates, has_blank = min(num_candidates, vocab_size), logits.shape[-1] > vocab_size
+    num_candidates = min(num_candidates, vocab_size)
     tokens = torch.arange(vocab_size, device=logits.device) if vocabulary is None else vocabulary.tokens
     with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
         parts = [
             _choose(few_logits, few_roots, tokens.expand(len(few_roots), -1), num_candidates, markov)
             for few_logits, few_roots in zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
         ]
-    token_ids, probs, *bias = on_host(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    blank = probs[..., -1] if has_blank else None
-    probs = probs[..., : token_ids.shape[1]]
-    return Candidates(token_ids.astype(np.int64), probs, blank, Bias(*bias) if bias else None)
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def candidates(parts: Sequence[np.ndarray]) -> Candidates:
+    """What `choose` returned, on the host."""
+    token_ids, probs, *bias = parts
+    num_candidates = token_ids.shape[1]
+    blank = probs[..., -1] if probs.shape[-1] > num_candidates else None
+    return Candidates(token_ids.astype(np.int64), probs[..., :num_candidates], blank, Bias(*bias) if bias else None)
 
 
 def _choose(
@@ -112,10 +118,3 @@ def short_list(symbols: Symbols, roots: Tensor, size: int) -> Tensor:
 def _at(values: Tensor, columns: Tensor) -> Tensor:
     """The columns (A, C) of values (A, K, W): (A, K, C)."""
     return values.gather(-1, columns[:, None].expand(-1, values.shape[1], -1))
-
-
-def on_host(*parts: Tensor) -> list[np.ndarray]:
-    """Copy tensors to the host at once, in the dtype of the second; float32 holds token ids exactly."""
-    flat = torch.cat([part.flatten().to(parts[1].dtype) for part in parts]).cpu().numpy()
-    ends = np.cumsum([part.numel() for part in parts])[:-1]
-    return [numbers.reshape(part.shape) for numbers, part in zip(np.split(flat, ends), parts, strict=True)]

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from drafters.nn.lookup import Passages
 from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.search import SearchLimits
 
 
-def with_passages(trees: list[DraftTree], passages: Passages, frames: Tensor, limits: SearchLimits) -> list[DraftTree]:
-    """`with_passage` of each of the trees, with the probabilities that the frames' states (B * A, T, D) give."""
-    shares = passages.copy_logits(frames).sigmoid()
-    rows = torch.cat([shares[:, None], passages.tokens.flatten(0, 1).to(shares.dtype)], 1)
-    pairs = zip(trees, rows.tolist(), strict=True)  # one copy to the host; float32 holds token ids exactly
-    return [with_passage(tree, passage, share, limits) for tree, (share, *passage) in pairs]
+def with_passages(
+    trees: list[DraftTree], shares: np.ndarray, passages: np.ndarray, limits: SearchLimits
+) -> list[DraftTree]:
+    """`with_passage` of each of the A trees, with the probabilities (A,) that it is its passage, of (A, T)."""
+    rows = zip(trees, passages.tolist(), shares.tolist(), strict=True)
+    return [with_passage(tree, passage, share, limits) for tree, passage, share in rows]
 
 
 def with_passage(tree: DraftTree, passage: Sequence[float], share: float, limits: SearchLimits) -> DraftTree:

@@ -68,7 +68,7 @@ def make_launch(
     name, revision = split_revision(served.name)
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
     words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
-    words += ["--port", str(port), "--enforce-eager"]
+    words += ["--port", str(port)]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative)]
     if method == CUSTOM:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,23 +34,6 @@ class FedBatch:
 
     block_table: Tensor  # (R, blocks) physical blocks of each request
     block_size: int  # slots of a block
-
-    @classmethod
-    def of(cls, metadata: Any, positions: Tensor, block_size: int) -> FedBatch:
-        """Read the attention metadata of a forward; ``positions`` (N,) are those of its tokens.
-
-        Raises ValueError if the attention backend tells no block table of this block size.
-        """
-        table = getattr(metadata, "block_table", None)
-        if table is not None:
-            batch = cls(table, block_size)
-            first = batch.slots([0], positions[:1].cpu() + 1)[0, -1]  # the first token belongs to the first request
-            if first == metadata.slot_mapping[0]:
-                return batch
-        raise ValueError(
-            f"vLLM's attention backend gives no table of the cache's blocks ({type(metadata).__name__}), which the "
-            "drafter needs: start vLLM with --attention-backend FLASH_ATTN or TRITON_ATTN"
-        )
 
     def slots(self, rows: list[int], lengths: Tensor) -> Tensor:
         """Physical slots (N, S) of the first positions of N requests, S being the largest of their lengths (N,).
@@ -89,7 +75,7 @@ class SlotCache:
         layer: Any = drafter.trunk.layers[0]
         attention, weight = layer.self_attn, drafter.frame_embedding
         self.num_slots, self.num_layers = num_slots, len(drafter.trunk.layers)
-        shape = self.num_layers, 2, num_slots, attention.num_heads, attention.head_dim
+        shape = self.num_layers, 2, num_slots, attention.num_key_heads, attention.head_dim
         self._rows = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @property
@@ -111,20 +97,17 @@ class SlotCache:
 class ParallelProposer(Proposer):
     """Serves a CTC or block drafter; ``drafter`` is the folder that `drafters export` wrote.
 
-    vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
-    they belong from the attention metadata of the same forward. Raises ValueError if the folder is missing or damaged,
-    the drafter is of another kind or was trained for another base, or the engine runs compiled or spreads the base's
-    layers over processes.
+    vLLM gives a proposer of this kind no hidden states, so it reads those that the model runner holds for EAGLE-3 after
+    each forward: outside of CUDA graphs and compiled code, and with the batch's own lengths, which graphs pad.
+    Raises ValueError if the folder is missing or damaged, the drafter is of another kind or was trained for another
+    base, or the engine divides a forward of the base.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        if not vllm_config.model_config.enforce_eager:
-            raise ValueError(
-                "the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager"
-            )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
+        for name in ("pipeline_parallel_size", "decode_context_parallel_size", "num_ubatches"):
+            if getattr(vllm_config.parallel_config, name) > 1:
+                raise ValueError(f"the drafter needs all layers and positions of a forward: vLLM's {name} has to be 1")
         folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
         drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
         self.drafter = cast(ParallelDrafter, drafter)
@@ -135,12 +118,13 @@ class ParallelProposer(Proposer):
                 "train one with tokens_in_context: false"
             )
         self.weights: BaseWeights | None = None
-        self.inner_layers: tuple[int, ...] = ()
+        wanted = self.drafter.required_outputs.hidden_layers
+        self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, self.base.shape.num_layers)}))
         self.cache: SlotCache | None = None
         self.fed: FedBatch | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Attach the base's embedding and LM head, and a hook that reads its hidden states.
+        """Attach the base's embedding and LM head, and read what the model runner holds from now on.
 
         Raises ValueError if the model does not give out the hidden states that the drafter reads.
         """
@@ -149,57 +133,47 @@ class ParallelProposer(Proposer):
             embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
         except AttributeError as error:
             raise ValueError(f"{self.base.name} has no plain embedding and LM head in vLLM ({error})") from error
-        vocab_size, num_layers = self.base.shape.vocab_size, self.base.shape.num_layers
-        rows = slice(vocab_size)  # without those that vLLM pads with
+        rows = slice(self.base.shape.vocab_size)  # without those that vLLM pads with
         self.weights = BaseWeights(_whole(embedding.data)[rows], _whole(head.data)[rows])
         self.drafter.to(embedding.device).attach_base_weights(self.weights)
-        wanted = self.drafter.required_outputs.hidden_layers
-        self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, num_layers)}))
+        self.runner = sys._getframe(1).f_locals["self"]  # that called: vLLM hands over only its model
         if self.inner_layers:
             if not hasattr(model, "set_aux_hidden_state_layers"):
                 raise ValueError(
                     f"vLLM gives out no inner hidden states of {type(model).__name__}, and the drafter reads layers "
                     f"{list(self.inner_layers)}: train one on the last hidden state (hidden_layers: [-1])"
                 )
-            model.set_aux_hidden_state_layers(self.inner_layers)  # counted as ours: i is the output of layer i
-        target_model.register_forward_hook(self._observe, with_kwargs=True)
+            self.runner.use_aux_hidden_state_outputs = True
+            # The runner takes the layers from here, counted as ours: i is the output of layer i. In this place they are
+            # also part of the key under which vLLM caches compiled models.
+            draft_config: Any = self.vllm_config.speculative_config.draft_model_config
+            draft_config.hf_config.eagle_aux_hidden_state_layer_ids = list(self.inner_layers)
+        self.runner.initialize_kv_cache = _followed_by(self._reserve, self.runner.initialize_kv_cache)
+        self.runner.execute_model = _followed_by(self._observe, self.runner.execute_model)
 
     @torch.inference_mode()
-    def _observe(self, _module: nn.Module, _args: object, inputs: dict[str, Any], output: Any) -> Tensor:
-        """Store the trunk's keys and values of every position that the base was fed.
-
-        Returns the last hidden states alone, as vLLM expects them of a base without inner ones.
-        """
-        from vllm.forward_context import get_forward_context
-
-        assert self.weights is not None, "the model was not loaded"
-        last, inner = output if self.inner_layers else (output, ())
-        if self.vllm_config.cache_config.num_gpu_blocks is None:  # a forward that only measures memory
-            return last
-        cache = self._reserved()  # also by a forward that warms up a GPU, so that it does not fail at a request
-        if not (by_layer := get_forward_context().attn_metadata):
-            return last
-        metadata, *others = {id(layer): layer for layer in by_layer.values()}.values()
-        if others:  # as where some layers have windows
-            raise ValueError("vLLM keeps this base's layers in several KV cache groups: the drafter cannot follow them")
-        num_fed = metadata.num_actual_tokens
-        states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
+    def _observe(self) -> None:
+        """Store the trunk's keys and values of every position that the base was fed."""
+        assert self.weights is not None and self.cache is not None, "the model was not loaded"
+        if (state := self.runner.execute_model_state) is None:  # there was nothing to feed
+            return
+        num_fed = state.scheduler_output.total_num_scheduled_tokens  # the tensors may be longer
+        states = dict(zip(self.inner_layers, state.aux_hidden_states or (), strict=True))
+        states |= {-1: state.hidden_states, self.base.shape.num_layers: state.hidden_states}
         hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
-        tokens = inputs["input_ids"][None, :num_fed] if self.drafter.tokens_in_context else None
-        positions = inputs["positions"][None, :num_fed]
+        tokens = self.runner.input_ids.gpu[None, :num_fed] if self.drafter.tokens_in_context else None
+        positions = self.runner.positions[None, :num_fed]
         context = self.drafter.context(hidden[None], positions, tokens, self.weights.embedding)
-        cache.write(metadata.slot_mapping[:num_fed].long(), context)
-        block_size: Any = self.vllm_config.cache_config.block_size
-        if self.fed is None:  # the metadata of the first forward are checked
-            self.fed = FedBatch.of(metadata, inputs["positions"], block_size)
-        else:
-            self.fed = FedBatch(metadata.block_table, block_size)
-        return last
+        metadata = state.spec_decode_common_attn_metadata
+        self.cache.write(metadata.slot_mapping[:num_fed].long(), context)
+        self.fed = FedBatch(metadata.block_table_tensor, self.runner.input_batch.block_table[0].block_size)
 
-    def _reserved(self) -> SlotCache:
-        """The cache, with one row for every slot that vLLM has; reserved in full as soon as vLLM knows how many."""
-        cache_config: Any = self.vllm_config.cache_config
-        num_slots = cache_config.num_gpu_blocks * cache_config.block_size
+    def _reserve(self) -> None:
+        """Reserve the cache in full, with one row for every slot that vLLM has, as soon as it knows how many."""
+        config: Any = self.runner.kv_cache_config
+        if len(config.kv_cache_groups) > 1:  # as where some layers have windows
+            raise ValueError("vLLM keeps this base's layers in several KV cache groups: the drafter cannot follow them")
+        num_slots = config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size
         if self.cache is None or self.cache.num_slots != num_slots:
             self.cache = None  # what measuring the memory has reserved
             self.cache = SlotCache(self.drafter, num_slots)
@@ -209,7 +183,6 @@ class ParallelProposer(Proposer):
                 self.cache.num_bytes / GIB,
                 num_slots,
             )
-        return self.cache
 
     @torch.inference_mode()
     def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
@@ -223,6 +196,18 @@ class ParallelProposer(Proposer):
             trees = self.drafter.propose_batch(context, tokens, self.weights, self.limits)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
+
+
+def _followed_by(then: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a runner that calls ``then`` at its end."""
+
+    @wraps(method)
+    def run(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        then()
+        return result
+
+    return run
 
 
 def _whole(weight: Tensor) -> Tensor:

@@ -26,6 +26,10 @@ def is_captured(func, args):
     return not (func in OPERATORS or TAGS & set(getattr(func, "tags", ())))
 
 
+def addresses(args):
+    return [each.data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)]
+
+
 class Recorder(TorchDispatchMode):
     """Records the operators that run in its ``with`` block."""
 
@@ -38,11 +42,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert is_captured(func, args), f"a CUDA graph cannot capture {func}"
         result = func(*args, **(kwargs or {}))
-        self.tape.append((func, args, kwargs or {}, result))
+        self.tape.append((func, args, kwargs or {}, result, addresses(args)))
         return result
 
     def replay(self):
-        for func, args, kwargs, result in self.tape:
+        for func, args, kwargs, result, recorded_at in self.tape:
+            assert addresses(args) == recorded_at, f"an input of {func} has moved"
             for recorded, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(recorded, Tensor) and recorded.data_ptr() != new.data_ptr():
                     recorded.copy_(new)

@@ -58,7 +58,7 @@ def copies_of(name):
     if name == "none":
         return 1, 2
     if name.startswith("eagle") or name in ("ctc, reads tokens", "ctc, copies"):
-        return 2 + (name == "ctc, copies"), 5
+        return 2, 5
     return (2, 4) if name in lossless.LEARNED | CTC_OPTIONS or name == "merged" else (1, 3)
 
 

@@ -54,7 +54,7 @@ def live_states(drafter, hidden):
     for root in range(1, len(hidden)):
         drafter.observe(committed(hidden[root - 1 : root]))
         drafter.propose([0] * (root + 1), Limits(1))
-        states[root] = drafter.state()
+        states[root] = drafter.state(context := drafter._cache.read(), drafter.root(context, [0], Limits(1)))
     return states
 
 

@@ -87,4 +87,5 @@ def test_prefix_attention_gives_the_same_states_token_by_token_as_in_one_pass():
         cache.append([prefix.keys_values(hidden[:, start:end], torch.arange(start, end)[None])])
         start = end
         before = [states[..., :-1, :] for states in cache.read()[0]]
-        torch.testing.assert_close(prefix.last_output(hidden[:, end - 1 : end], *before)[0], whole[:, end - 1])
+        last = prefix.last_output(hidden[:, end - 1 : end], torch.tensor([[end - 1]]), *before)
+        torch.testing.assert_close(last[0], whole[:, end - 1])

@@ -61,7 +61,9 @@ KINDS = {
     "eagle3, draft vocabulary": (EAGLE3, {"own_head": True, "draft_vocab_size": 9}),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_class = pytest.mark.parametrize("kind", ["ctc, bias and chain", "block", "medusa", "hydra++", "eagle", "eagle3"])
+each_class = pytest.mark.parametrize(
+    "kind", ["ctc, bias and chain", "ctc, lookup", "block", "medusa", "hydra++", "eagle", "eagle3"]
+)
 
 
 @pytest.fixture
@@ -142,7 +144,8 @@ def test_rewound_tokens_are_forgotten(make, base_weights, kind, length, proposed
 def test_a_new_text_starts_with_nothing_of_the_one_before(make, kind):
     fresh, used = make(kind), make(kind)
     hidden, ids = text_for(fresh)
-    ready(used, hidden[9:17], ids, 8).begin([1, 2])
+    ready(used, hidden[9:17], torch.full_like(ids, 5), 8).propose([5] * 9, Limits(9))
+    used.begin([1, 2])
     assert len(used.propose([1, 2], Limits(9))) == 0, "no step was observed yet"
     trees = [ready(drafter, hidden, ids, 4).propose(ids[:5].tolist(), Limits(9)) for drafter in (fresh, used)]
     assert trees[0] == trees[1] and len(trees[0])

@@ -6,6 +6,7 @@ These tests need vLLM, which has an environment of its own: `make test-engines`.
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, so that tests see its proposer
+os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # compiled models are kept by the drafter's folder, which is a new one
 
 import gc
 import sys
@@ -81,8 +82,12 @@ class Engine:
     llm: Any
 
     @property
+    def runner(self):
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
     def proposer(self):
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+        return self.runner.drafter
 
     def generate(self, prompts, **sampling):
         """The outputs of some prompts at once; greedy by default."""

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch.utils._pytree import tree_leaves
 
 from drafters import checkpoint
 from inference.verifier.base import BaseConfig
@@ -21,7 +22,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def engine(name, start, trained):
-    return start("parallel", trained(name))
+    return start("parallel", trained(name), enforce_eager=False)  # compiled, as vLLM does; test_tight_memory is eager
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,42 @@ def test_eight_texts_at_a_time_take_as_many_steps(engine, prompts, expected, own
     texts, steps = engine.texts(prompts)
     assert texts == expected
     assert steps == own_steps
+
+
+class Replayed:
+    """A model as vLLM's `CUDAGraphWrapper` replays it: no hook is called, and outputs are written over each other."""
+
+    def __init__(self, model):
+        self.model, self.outputs, self.num_replays = model, {}, 0
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, **inputs):
+        found = self.model.forward(**inputs)
+        size = len(inputs["input_ids"])
+        self.num_replays += size in self.outputs
+        kept = self.outputs.setdefault(size, found)
+        for static, values in zip(tree_leaves(kept), tree_leaves(found), strict=True):
+            static.copy_(values)
+        return kept
+
+
+def test_batches_that_cuda_graphs_pad_and_replay_take_as_many_steps(engine, prompts, expected, own_steps, monkeypatch):
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor
+
+    def padded(num_tokens, **_):
+        return CUDAGraphMode.FULL, BatchDescriptor(-(-num_tokens // 64) * 64, num_reqs=8), False, None, None
+
+    model = Replayed(engine.runner.model)
+    monkeypatch.setattr(engine.runner, "model", model)
+    monkeypatch.setattr(engine.runner, "_determine_batch_execution_and_padding", padded)
+    engine.llm.reset_prefix_cache()
+    texts, steps = engine.texts(prompts)
+    assert texts == expected
+    assert steps == own_steps
+    assert model.num_replays > len(model.outputs)
 
 
 def test_the_draft_cache_of_a_shared_prefix_is_reused(engine, tiny_chat, prompts):
@@ -102,22 +139,38 @@ def test_sampled_texts_follow_the_distribution_of_the_base(engine, tiny_chat, pr
 
 
 @pytest.mark.parametrize(
-    ("additional", "is_eager", "message"),
+    ("additional", "message"),
     [
-        ({}, True, "no drafter is named"),
-        ({"drafter": "no/folder"}, True, "loses the temperatures of requests"),
-        ({"drafter": "no/folder", "greedy_only": True}, True, "no folder no/folder"),
-        ({"drafter": "anpd", "greedy_only": True}, True, "cannot serve the drafter anpd"),
-        ({"drafter": "anpd", "greedy_only": True}, False, "add --enforce-eager"),
+        ({}, "no drafter is named"),
+        ({"drafter": "no/folder"}, "loses the temperatures of requests"),
+        ({"drafter": "no/folder", "greedy_only": True}, "no folder no/folder"),
+        ({"drafter": "anpd", "greedy_only": True}, "cannot serve the drafter anpd"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(engine, additional, is_eager, message):
+def test_what_cannot_be_served_is_refused_in_one_line(engine, additional, message):
     config = copy.copy(engine.llm.llm_engine.vllm_config)
-    config.model_config = copy.copy(config.model_config)
-    config.additional_config, config.model_config.enforce_eager = additional, is_eager
+    config.additional_config = additional
     with pytest.raises(ValueError, match=message) as raised:
         ParallelProposer(config)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("pipeline_parallel_size", 2), ("decode_context_parallel_size", 2), ("enable_dbo", True)]
+)
+def test_an_engine_that_divides_a_forward_is_refused(engine, option, value):
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    setattr(config.parallel_config, option, value)
+    with pytest.raises(ValueError, match=r"needs all layers and positions of a forward: vLLM's \w+ has to be 1"):
+        ParallelProposer(config)
+
+
+def test_a_base_whose_layers_have_several_block_tables_is_refused(engine, monkeypatch):
+    config = engine.runner.kv_cache_config
+    monkeypatch.setattr(config, "kv_cache_groups", config.kv_cache_groups * 2)
+    with pytest.raises(ValueError, match="several KV cache groups"):
+        engine.proposer._reserve()
 
 
 def test_a_drafter_that_reads_tokens_needs_a_base_that_is_given_them(engine):

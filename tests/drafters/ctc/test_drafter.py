@@ -16,8 +16,8 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
     """Return the frames and trees of every anchor as in the decoding loop, step by step with the draft cache."""
     drafter.attach_base_weights(base_weights)
     drafter.begin(ids[: anchors[0]].tolist())
-    frames, trees, done, read = [], [], 0, drafter.trees
-    monkeypatch.setattr(drafter, "trees", lambda x, *others: frames.append(x[0].clone()) or read(x, *others))
+    frames, trees, done, read = [], [], 0, drafter.table
+    monkeypatch.setattr(drafter, "table", lambda x, *others: frames.append(x[0].clone()) or read(x, *others))
     for anchor in anchors:
         drafter.observe(committed(hidden[done:anchor]))
         done = anchor

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters.nn.anchor_attention import AnchorMask, attend
+from drafters.nn.anchor_attention import BLOCK, AnchorMask, CacheMask, attend
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -86,3 +86,41 @@ def test_flex_attention_uses_the_dtype_of_the_values():
     mixed = attend(queries, keys, values, mask.sparse())
     assert mixed.dtype == torch.bfloat16
     torch.testing.assert_close(mixed.float(), attend(queries, keys, values.float(), mask.dense()), rtol=0.05, atol=0.05)
+
+
+# ---- in a cache of fixed size
+
+
+def cache_mask(first, length, num_frames, num_keys, causal=False):
+    return CacheMask(torch.tensor([first]), torch.tensor([length]), num_frames, num_keys, causal)
+
+
+@pytest.mark.parametrize(("causal", "expected"), [(False, ".####.\n.####."), (True, ".###..\n.####.")])
+def test_frames_in_a_cache_attend_to_the_text_from_its_first_position_and_to_each_other(causal, expected):
+    assert cache_mask(1, 3, 2, 6, causal).dense().tolist() == drawn(expected)
+
+
+TEXTS = [(0, 1), (0, 120), (0, 128), (0, 300), (100, 300), (128, 256), (255, 256), (0, 500)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("first", "length"), TEXTS)
+def test_the_blocks_for_flex_attention_show_what_the_dense_mask_shows(first, length, causal):
+    mask = cache_mask(first, length, 12, 5 * BLOCK, causal)
+    dense, blocks, shown = mask.dense(), mask.sparse(), torch.zeros(12, 5 * BLOCK, dtype=torch.bool)
+    places = torch.arange(5 * BLOCK).unflatten(0, (5, BLOCK))
+    partial = places[blocks.kv_indices[0, 0, 0, : blocks.kv_num_blocks.item()].tolist()].flatten()
+    whole = places[blocks.full_kv_indices[0, 0, 0, : blocks.full_kv_num_blocks.item()].tolist()].flatten()
+    for place in partial:
+        shown[:, place] = blocks.mask_mod(torch.tensor(0), torch.tensor(0), torch.arange(12), place)
+    shown[:, whole] = True
+    assert torch.equal(shown, dense) and not set(partial.tolist()) & set(whole.tolist())
+    assert len(partial) <= 3 * BLOCK, "the others are read unmasked, or not at all"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_attention_in_a_cache_equals_attention_with_the_dense_mask(causal):
+    mask = cache_mask(100, 300, 12, 5 * BLOCK, causal)
+    inputs = [torch.randn(1, 2, length, 16) for length in (12, 5 * BLOCK, 5 * BLOCK)]
+    torch.testing.assert_close(attend(*inputs, mask.sparse()), attend(*inputs, mask), rtol=1e-4, atol=1e-5)

@@ -56,8 +56,24 @@ def test_what_waits_for_the_device_or_comes_from_the_host_is_refused(function, e
         Graph(lambda: function(torch.ones(3)), CPU)
 
 
+def test_indices_and_attention_without_dropout_are_captured(emulated_graphs):
+    index, states = torch.tensor([2]), torch.arange(12.0).view(1, 1, 6, 2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    graph = Graph(lambda: (states[..., index, :], attend(states[..., index, :], states, states)), CPU)
+    index.fill_(4)
+    assert [x.tolist() for x in graph()] == [[[[[8.0, 9.0]]]], attend(states[..., 4:5, :], states, states).tolist()]
+
+
 def test_a_number_of_the_host_is_baked_in(emulated_graphs):
     host = {"number": 1}
     graph = Graph(lambda: torch.ones(1) + host["number"], CPU)
     host["number"] = 5
     assert graph().tolist() == [2.0]
+
+
+def test_an_input_that_has_moved_is_found(emulated_graphs):
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    graph = Graph(lambda: weight * 2, CPU)
+    weight.data = torch.zeros(2)
+    with pytest.raises(AssertionError, match="has moved"):
+        graph()

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from drafters.nn.markov import Markov
+from drafters.nn.table import Table
 from drafters.trees import candidates as module
-from drafters.trees.candidates import Symbols, choose
+from drafters.trees.candidates import Symbols
 from drafters.trees.search import SearchLimits, search
 
 A, T, V = 3, 4, 9
@@ -24,6 +25,10 @@ def markov():
         made.left.normal_(generator=torch.Generator().manual_seed(2))
         made.right.normal_(generator=torch.Generator().manual_seed(1))
     return made.requires_grad_(False)
+
+
+def choose(*arguments):
+    return module.candidates(Table.of(parts := module.choose(*arguments), parts[1].dtype).on_host())
 
 
 def symbols(candidates):

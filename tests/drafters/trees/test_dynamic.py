@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from drafters.protocol import Limits
 from drafters.tree import ROOT
 from drafters.trees import dynamic
 from drafters.trees.search import SearchLimits
@@ -12,6 +13,11 @@ from tests.conftest import check_tree
 from tests.drafters.conftest import paths_of
 
 V = 4
+
+
+def grow(logits, feed, width, top_k, limits):
+    table = dynamic.grow(logits, feed, width, top_k, limits.max_depth, limits.eos)
+    return dynamic.best_nodes(table.on_host(), Limits(limits.max_depth), limits.num_nodes, limits.min_probability)
 
 
 class Walk:
@@ -54,7 +60,7 @@ class Walk:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(depth, count, eos):
     walk = Walk(num_roots=3)
-    trees = dynamic.grow(walk.first(), walk.step, V**depth, V, SearchLimits(count, depth, eos))
+    trees = grow(walk.first(), walk.step, V**depth, V, SearchLimits(count, depth, eos))
     assert walk.num_steps == depth - 1
     for root, tree in enumerate(trees):
         check_tree(tree, V)
@@ -64,7 +70,7 @@ def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(dep
 @pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (2, 2), (3, 4), (5, 2)])
 def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
     depth, count = 4, 9
-    trees = dynamic.grow((walk := Walk(2)).first(), walk.step, width, top_k, SearchLimits(count, depth, {1}))
+    trees = grow((walk := Walk(2)).first(), walk.step, width, top_k, SearchLimits(count, depth, {1}))
     for root, tree in enumerate(trees):
         beam, nodes = [()], []
         for _ in range(depth):
@@ -83,15 +89,14 @@ def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
 def test_a_parent_comes_before_a_child_of_probability_one():
     certain = torch.tensor([[0.0, 200.0, -200.0, -200.0]])
     step = lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
-    tree = dynamic.grow(certain, step, 3, 2, SearchLimits(5, 5))[0]
+    tree = grow(certain, step, 3, 2, SearchLimits(5, 5))[0]
     check_tree(tree, V)
     assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
 
 
 def test_improbable_nodes_are_left_out():
     whole, cut = (
-        dynamic.grow((walk := Walk(1)).first(), walk.step, 9, V, SearchLimits(99, 3, (), floor))[0]
-        for floor in (0.0, 0.05)
+        grow((walk := Walk(1)).first(), walk.step, 9, V, SearchLimits(99, 3, (), floor))[0] for floor in (0.0, 0.05)
     )
     assert paths_of(cut) == [path for path in paths_of(whole) if walk.probability(0, path) >= 0.05]
     assert 0 < len(cut) < len(whole)

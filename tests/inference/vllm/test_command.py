@@ -66,7 +66,6 @@ def parsed(line):
     parser = argparse.ArgumentParser()
     for name in ("model", "dtype", "port", "speculative-config", "additional-config", "override-generation-config"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--enforce-eager", action="store_true")
     words = shlex.split(line)
     return parser.parse_args(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
 
@@ -89,7 +88,7 @@ def test_the_line_for_a_folder_names_the_class_the_chain_and_the_base_it_was_tra
     assert hasattr(__import__(module, fromlist=[name]), name)
     assert speculative["num_speculative_tokens"] == CTC(command._read_base(BASE).shape).num_labels
     assert json.loads(arguments.additional_config) == {"drafter": ctc}
-    assert (arguments.model, arguments.dtype, arguments.enforce_eager) == (BASE, "float32", True)
+    assert (arguments.model, arguments.dtype) == (BASE, "float32")
 
 
 def test_the_line_for_a_drafter_without_weights(capsys):

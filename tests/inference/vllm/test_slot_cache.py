@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from drafters import BaseShape, Block
+from drafters.block import BlockTrunkOptions
 from drafters.protocol import BaseWeights, Limits
 from inference.vllm import parallel_proposer
 from inference.vllm.parallel_proposer import FedBatch, ParallelProposer, SlotCache, groups
@@ -80,17 +80,40 @@ def test_drafts_in_groups_are_those_of_the_whole_batch(monkeypatch):
     assert len({tuple(chain) for chain in whole}) > 1 and all(whole)
 
 
-def metadata(**fields):
-    """What a forward of one request at positions 3 to 5 tells, in blocks of four slots."""
-    return SimpleNamespace(slot_mapping=torch.tensor([23, 8, 9]), **fields)
-
-
-def test_the_block_table_of_a_forward_is_read():
-    fed = FedBatch.of(metadata(block_table=torch.tensor([[5, 2]])), torch.tensor([3, 4, 5]), block_size=4)
-    assert fed.slots([0], torch.tensor([6])).tolist() == [[20, 21, 22, 23, 8, 9]]
-
-
-@pytest.mark.parametrize("fields", [{}, {"block_table": torch.tensor([[10, 11, 4, 5]])}])
-def test_metadata_without_a_table_of_the_cache_s_blocks_is_refused(fields):
-    with pytest.raises(ValueError, match="--attention-backend FLASH_ATTN"):
-        FedBatch.of(metadata(**fields), torch.tensor([3, 4, 5]), block_size=4)
+def test_a_forward_is_stored_at_its_slots_without_what_pads_it():
+    """Three positions of one request, in blocks of four slots, fed in tensors of five rows."""
+    torch.manual_seed(0)
+    proposer = object.__new__(ParallelProposer)
+    drafter = proposer.drafter = Block(SHAPE, BlockTrunkOptions(hidden_layers=(2, 1, -1), tokens_in_context=True))
+    proposer.weights = BaseWeights(torch.randn(23, 16), torch.randn(23, 16))
+    proposer.base, proposer.inner_layers = SimpleNamespace(shape=SHAPE), (1, 2)
+    proposer.cache = SlotCache(drafter, 24)
+    first, second, last = torch.full((3, 5, 16), torch.nan)
+    for states in (first, second, last):
+        states[:3] = torch.randn(3, 16)
+    tokens, positions = torch.tensor([7, 8, 9, -1, -1]), torch.tensor([3, 4, 5, -1, -1])
+    proposer.runner = SimpleNamespace(
+        input_ids=SimpleNamespace(gpu=tokens),
+        positions=positions,
+        input_batch=SimpleNamespace(block_table=[SimpleNamespace(block_size=4)]),
+        execute_model_state=SimpleNamespace(
+            scheduler_output=SimpleNamespace(total_num_scheduled_tokens=3),
+            hidden_states=last,
+            aux_hidden_states=[first, second],
+            spec_decode_common_attn_metadata=SimpleNamespace(
+                block_table_tensor=torch.tensor([[5, 2]]), slot_mapping=torch.tensor([23, 8, 9, -1, -1])
+            ),
+        ),
+    )
+    proposer._observe()
+    hidden = torch.cat([second, first, last], dim=-1)[None, :3]
+    with torch.inference_mode():
+        context = drafter.context(hidden, positions[None, :3], tokens[None, :3], proposer.weights.embedding)
+    slots = proposer.fed.slots([0], torch.tensor([6]))
+    assert slots.tolist() == [[20, 21, 22, 23, 8, 9]]
+    for stored, own in zip(proposer.cache.read(slots), context, strict=True):
+        for part, own_part in zip(stored, own, strict=True):
+            assert torch.equal(part[:, :, 3:], own_part)
+            assert not part[:, :, :3].any()
+    proposer.runner.execute_model_state = None  # after a step without tokens
+    proposer._observe()

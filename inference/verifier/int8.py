@@ -1,14 +1,12 @@
 """Linear layers of a CPU in 8 bits, whose products are exact: a row has the same bits beside any other rows.
 
 oneDNN multiplies uint8 rows by int8 weights and adds up integers (AVX-512 VNNI), in any order the same. A weight has
-one scale for each output, and a token one for its activations, integers of 8 bits, or of 16 as two rows of 8.
+one scale for each output, and a token one for its activations, which are integers of 16 bits, as two rows of 8.
 """
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor, nn
 from inference.verifier.packed import large_layers
 
 ZERO = 128  # what stands for 0 in the uint8 rows
-STEPS = {8: 127, 16: 127 * 254}  # the largest activation of a token, by the number of bits
-EIGHT_BITS = {"gate_proj", "up_proj", "lm_head"}  # layers that read normed states: 8 bits cost hardly any quality
-LOW = 254  # the steps of the high row are so many of the low one
+LARGEST, LOW = 127, 254  # the largest value of a row, and the steps of the low row in one of the high row
 
 
 class Int8Linear(nn.Module):
@@ -28,14 +24,13 @@ class Int8Linear(nn.Module):
 
     Args:
         linear: The layer; its bias is kept as it is.
-        bits: Of the activations: 8, or 16, which takes up to half as long again.
         is_head: Whether the weights themselves are needed beside their packed copy, as drafters need those of an LM
             head; then they are kept, too.
     """
 
-    def __init__(self, linear: nn.Linear, bits: int = 16, is_head: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, is_head: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = linear.in_features, linear.out_features, bits
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self.dtype = linear.bias, linear.weight.dtype
         quantised, scale = quantise_weight(linear.weight.detach())
         self.register_buffer("scale", scale, persistent=False)
@@ -43,67 +38,58 @@ class Int8Linear(nn.Module):
         self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
         bias = torch.zeros(self.out_features) if linear.bias is None else linear.bias.detach()
         self._bias = bias.float().numpy()
-        self.register_buffer("number", torch.tensor(next(_numbers)), persistent=False)
-        _layers[int(self.number)] = self
         self._packed = torch.ops.onednn.qlinear_prepack(quantised, None)
 
     @property
     def weight(self) -> Tensor:
-        """The weights (out, in) as they are multiplied, in the dtype of the layer."""
+        """The weights (out, in) of an LM head as they are multiplied, in the dtype of the layer."""
         if self.quantised is None:
-            raise AttributeError("only the packed copy of these weights is kept")
+            raise AttributeError("weight")
         return (self.quantised * self.scale[:, None]).to(self.dtype)
 
     def rows(self, tokens: Tensor) -> Int8Linear:
         """A layer of the outputs for these tokens alone, without the bias."""
-        linear = nn.Linear(self.in_features, 0, bias=False)
+        with torch.device("meta"):  # the weights follow
+            linear = nn.Linear(self.in_features, len(tokens), bias=False)
         linear.weight = nn.Parameter(self.weight[tokens], requires_grad=False)
-        return Int8Linear(linear, self.bits)
+        return Int8Linear(linear)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a layer in 8 bits cannot be copied or pickled: load the base again")
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
-        if torch.compiler.is_compiling():  # which knows neither packed weights nor numba
-            return torch.ops.ctc_drafters.int8_linear(input, self.number, self.out_features)
-        return self.multiply(input)
-
-    def multiply(self, input: Tensor) -> Tensor:
-        """`forward`, for tensors with values."""
         activations = input.reshape(-1, self.in_features)
-        rows, scale = quantise(activations, self.bits)
+        rows, scale = quantise(activations)
         products = torch.ops.onednn.qlinear_pointwise(
             rows, 1.0, ZERO, self._packed, self.scale, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         result = np.empty((len(activations), self.out_features), np.float32)
-        _combine(products.numpy(), scale, self._bias, self.bits == 16, result)
+        _combine(products.numpy(), scale, self._bias, result)
         return torch.from_numpy(result).to(input.dtype).unflatten(0, input.shape[:-1])
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (out, in) in int8, and the scale of each output (out,) in float32."""
     weight = weight.float()
-    scale = weight.abs().amax(1).clamp(min=1e-8) / STEPS[8]
+    scale = weight.abs().amax(1).clamp(min=1e-8) / LARGEST
     return (weight / scale[:, None]).round_().to(torch.int8), scale
 
 
-def quantise(activations: Tensor, bits: int) -> tuple[Tensor, np.ndarray]:
-    """Activations of N tokens (N, in) as uint8 rows and a scale for each token (N,).
-
-    There are N rows in 8 bits. In 16 bits there are 2 N: those of the high parts, then those of the low parts.
-    """
+def quantise(activations: Tensor) -> tuple[Tensor, np.ndarray]:
+    """Activations of N tokens (N, in) as uint8 rows (2 N, in), high parts before low ones, and a scale of each (N,)."""
     num_rows, width = activations.shape
-    rows = np.empty((num_rows * bits // 8, width), np.uint8)
+    rows = np.empty((2 * num_rows, width), np.uint8)
     scale = np.empty(num_rows, np.float32)
-    _quantise(activations.float().numpy(), np.float32(STEPS[bits]), bits == 16, rows, scale)
+    _quantise(activations.float().numpy(), rows, scale)
     return torch.from_numpy(rows), scale
 
 
 @njit(cache=True, nogil=True)
-def _quantise(activations, steps, has_low, rows, scale):
+def _quantise(activations, rows, scale):
     """Fill the rows and scales of `quantise`."""
     num_rows, width = activations.shape
+    steps = np.float32(LARGEST * LOW)
     for row in range(num_rows):
         largest = np.float32(1e-8)
         for place in range(width):
@@ -112,44 +98,19 @@ def _quantise(activations, steps, has_low, rows, scale):
         inverse = steps / largest
         for place in range(width):
             whole = np.rint(activations[row, place] * inverse)
-            if has_low:
-                high = np.rint(whole * np.float32(1 / LOW))
-                rows[num_rows + row, place] = np.uint8(whole - high * np.float32(LOW) + np.float32(ZERO))
-                whole = high
-            rows[row, place] = np.uint8(whole + np.float32(ZERO))
+            high = np.rint(whole * np.float32(1 / LOW))
+            rows[row, place] = np.uint8(high + np.float32(ZERO))
+            rows[num_rows + row, place] = np.uint8(whole - high * np.float32(LOW) + np.float32(ZERO))
 
 
 @njit(cache=True, nogil=True)
-def _combine(products, scale, bias, has_low, result):
+def _combine(products, scale, bias, result):
     """Fill the results (N, out) with the sums of high and low products, times the scale of each token."""
     num_rows, num_outputs = result.shape
     for row in range(num_rows):
         for output in range(num_outputs):
-            product = products[row, output]
-            if has_low:
-                product = product * np.float32(LOW) + products[num_rows + row, output]
+            product = products[row, output] * np.float32(LOW) + products[num_rows + row, output]
             result[row, output] = product * scale[row] + bias[output]
-
-
-# ---- for torch.compile, which sees one operator that it does not look into
-
-_layers: WeakValueDictionary[int, Int8Linear] = WeakValueDictionary()
-_numbers = count()
-_library = torch.library.Library("ctc_drafters", "FRAGMENT")
-_library.define("int8_linear(Tensor input, Tensor number, int num_outputs) -> Tensor")
-
-
-@torch.library.impl(_library, "int8_linear", "CPU")
-def _int8_linear(input: Tensor, number: Tensor, num_outputs: int) -> Tensor:
-    return _layers[int(number)].multiply(input)
-
-
-@torch.library.impl(_library, "int8_linear", "Meta")
-def _int8_linear_shape(input: Tensor, number: Tensor, num_outputs: int) -> Tensor:
-    return input.new_empty(*input.shape[:-1], num_outputs)
-
-
-# ---- models
 
 
 def can_multiply_int8() -> bool:
@@ -168,6 +129,5 @@ def quantise_layers(model: nn.Module, smallest: int = 0) -> int:
     layers = large_layers(model, smallest)
     for parent, name in layers:
         linear = getattr(parent, name)
-        bits = 8 if name in EIGHT_BITS else 16
-        setattr(parent, name, Int8Linear(linear, bits, is_head=linear is head))
+        setattr(parent, name, Int8Linear(linear, is_head=linear is head))
     return len(layers)

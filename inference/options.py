@@ -64,7 +64,7 @@ class ModelOptions:
         from inference.verifier.base import load_base, prepare_process
 
         graphed = None if self.forward == "auto" else self.forward == "graphed"
-        is_half = self.dtype in ("bfloat16", "float16") and not graphed
+        is_half = self.dtype != "float32" and not graphed
         prepare_process(device, sums_alike=is_half if self.bitwise is None else self.bitwise)
         is_packed = self.forward == "packed"
         return load_base(self.base, self.dtype, device, packed=is_packed, bitwise=self.bitwise, graphed=graphed)

@@ -33,8 +33,7 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self.dtype = linear.bias, linear.weight.dtype
         quantised, scale = quantise_weight(linear.weight.detach())
-        self.register_buffer("scale", scale, persistent=False)
-        self.quantised = quantised if is_head else None
+        self.scale, self.quantised = scale, quantised if is_head else None
         self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
         bias = torch.zeros(self.out_features) if linear.bias is None else linear.bias.detach()
         self._bias = bias.float().numpy()

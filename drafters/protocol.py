@@ -130,11 +130,15 @@ class StepResult:
     # They do not depend on how tokens are sampled.
     top_tokens: Sequence[Sequence[int]] = ()
 
-    def committed_hidden(self) -> Tensor:
-        """Hidden states (P + len(path), F * D) of the positions that this step added to the base's KV cache."""
+    def committed_hidden(self, is_copied: bool = False) -> Tensor:
+        """Hidden states (P + len(path), F * D) of the positions that this step added to the base's KV cache.
+
+        They may be a view of ``hidden`` unless ``is_copied``.
+        """
         assert self.hidden is not None, "the drafter requires no hidden states"
         if self.path == list(range(len(self.path))):  # a slice needs no indices on the device
-            return self.hidden[: self.num_pending + len(self.path)]
+            hidden = self.hidden[: self.num_pending + len(self.path)]
+            return hidden.clone() if is_copied else hidden
         rows = [*range(self.num_pending), *(self.num_pending + node for node in self.path)]
         places = torch.tensor(rows, pin_memory=self.hidden.is_cuda)  # a pinned copy does not wait for the device
         return self.hidden[places.to(self.hidden.device, non_blocking=True)]

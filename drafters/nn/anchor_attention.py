@@ -119,16 +119,22 @@ class CacheMask:
     num_keys: int  # positions of the cache
     causal: bool = False  # whether a frame attends only to itself and to earlier frames
 
-    def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether frame ``query`` may attend to position ``key`` of the cache; the three broadcast."""
-        frame = key - self.length[batch]
-        own = (frame >= 0) & (frame <= query if self.causal else frame < self.num_frames)
-        return own | ((frame < 0) & (key >= self.first[batch]))
+    def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Whether, given batch, head, frame and position, the frame may attend to the position; the four broadcast.
+
+        It reads tensors only: a number of Python becomes a symbol when FlexAttention is compiled for any size, and then
+        gives wrong results on a CPU (torch 2.13).
+        """
+        first, length, end = self.first, self.length, self.length + self.num_frames
+        if self.causal:
+            return lambda batch, head, query, key: (key >= first[batch]) & (key <= length[batch] + query)
+        return lambda batch, head, query, key: (key >= first[batch]) & (key < end[batch])
 
     def dense(self) -> Tensor:
         """The mask as a tensor (T, number of keys) bool."""
         queries, keys = (torch.arange(size, device=self.length.device) for size in (self.num_frames, self.num_keys))
-        return self.allows(torch.zeros_like(keys), queries[:, None], keys).expand(self.num_frames, -1)
+        zeros = torch.zeros_like(keys)
+        return self.rule()(zeros, zeros, queries[:, None], keys).expand(self.num_frames, -1)
 
     def sparse(self) -> BlockMask:
         """The mask for FlexAttention, which reads whole blocks of the text unmasked and skips what no frame sees."""
@@ -145,7 +151,7 @@ class CacheMask:
             *listed(is_seen & ~is_whole),
             *listed(is_whole),
             BLOCK_SIZE=BLOCK,
-            mask_mod=lambda batch, head, query, key: self.allows(batch, query, key),
+            mask_mod=self.rule(),
             seq_lengths=(self.num_frames, self.num_keys),
         )
 

@@ -53,7 +53,8 @@ class DraftCache:
         """
         if not self._observed:
             return None
-        hidden, self._observed = torch.cat(self._observed), []
+        hidden = self._observed[0] if len(self._observed) == 1 else torch.cat(self._observed)
+        self._observed = []
         num_skipped = max(0, len(hidden) - self._kept - SLACK) if self._kept else 0
         if num_skipped:
             self.length += num_skipped
@@ -183,8 +184,7 @@ class CachingDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        hidden = step.committed_hidden()
-        self._cache.observe(hidden.clone() if self._num_positions else hidden)
+        self._cache.observe(step.committed_hidden(is_copied=self._num_positions > 0))
 
     def rewind(self, length: int) -> None:
         self._cache.rewind(length)

@@ -21,6 +21,8 @@ class Table(NamedTuple):
 
     def on_host(self) -> list[np.ndarray]:
         """The parts; this waits for the device."""
-        ends = np.cumsum([shape.numel() for shape in self.shapes])[:-1]
-        parts = np.split(self.numbers.cpu().numpy(), ends)
-        return [numbers.reshape(shape) for numbers, shape in zip(parts, self.shapes, strict=True)]
+        numbers = self.numbers.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        if self.numbers.is_cuda:
+            torch.cuda.current_stream(self.numbers.device).synchronize()
+        parts = np.split(numbers.numpy(), np.cumsum([shape.numel() for shape in self.shapes])[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drafters.nn import anchor_attention
 from drafters.nn.anchor_attention import BLOCK, AnchorMask, CacheMask, attend
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -105,22 +106,34 @@ TEXTS = [(0, 1), (0, 120), (0, 128), (0, 300), (100, 300), (128, 256), (255, 256
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("first", "length"), TEXTS)
-def test_the_blocks_for_flex_attention_show_what_the_dense_mask_shows(first, length, causal):
+def test_the_blocks_for_flex_attention_show_what_the_dense_mask_shows_and_are_no_more_than_needed(
+    first, length, causal
+):
     mask = cache_mask(first, length, 12, 5 * BLOCK, causal)
     dense, blocks, shown = mask.dense(), mask.sparse(), torch.zeros(12, 5 * BLOCK, dtype=torch.bool)
-    places = torch.arange(5 * BLOCK).unflatten(0, (5, BLOCK))
-    partial = places[blocks.kv_indices[0, 0, 0, : blocks.kv_num_blocks.item()].tolist()].flatten()
-    whole = places[blocks.full_kv_indices[0, 0, 0, : blocks.full_kv_num_blocks.item()].tolist()].flatten()
-    for place in partial:
-        shown[:, place] = blocks.mask_mod(torch.tensor(0), torch.tensor(0), torch.arange(12), place)
-    shown[:, whole] = True
-    assert torch.equal(shown, dense) and not set(partial.tolist()) & set(whole.tolist())
-    assert len(partial) <= 3 * BLOCK, "the others are read unmasked, or not at all"
+    masked = blocks.kv_indices[0, 0, 0, : blocks.kv_num_blocks.item()].tolist()
+    whole = blocks.full_kv_indices[0, 0, 0, : blocks.full_kv_num_blocks.item()].tolist()
+    places, zero = torch.arange(5 * BLOCK).unflatten(0, (5, BLOCK)), torch.tensor(0)
+    for place in places[masked].flatten():
+        shown[:, place] = blocks.mask_mod(zero, zero, torch.arange(12), place)
+    shown[:, places[whole].flatten()] = True
+    assert torch.equal(shown, dense)
+    seen = dense.unflatten(1, (5, BLOCK))
+    assert sorted([*masked, *whole]) == seen.any(-1).any(0).nonzero().flatten().tolist()
+    assert sorted(whole) == [block for block in range(5) if (block + 1) * BLOCK <= length and seen[:, block].all()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-def test_flex_attention_in_a_cache_equals_attention_with_the_dense_mask(causal):
-    mask = cache_mask(100, 300, 12, 5 * BLOCK, causal)
-    inputs = [torch.randn(1, 2, length, 16) for length in (12, 5 * BLOCK, 5 * BLOCK)]
-    torch.testing.assert_close(attend(*inputs, mask.sparse()), attend(*inputs, mask), rtol=1e-4, atol=1e-5)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, on the way to its compiler
+def test_compiled_flex_attention_in_caches_of_several_sizes_equals_attention_with_the_dense_mask():
+    for first, length, num_blocks, causal in (
+        (0, 300, 5, False),
+        (100, 517, 5, True),
+        (0, 900, 10, False),
+        (255, 256, 3, True),
+    ):
+        mask = cache_mask(first, length, 12, num_blocks * BLOCK, causal)
+        inputs = [torch.randn(1, 2, size, 64) for size in (12, num_blocks * BLOCK, num_blocks * BLOCK)]
+        with torch.inference_mode():
+            compiled = anchor_attention._compiled()(*inputs, block_mask=mask.sparse())
+        torch.testing.assert_close(compiled, attend(*inputs, mask), rtol=1e-4, atol=1e-5)

@@ -137,23 +137,11 @@ class CacheMask:
         return self.rule()(zeros, zeros, queries[:, None], keys).expand(self.num_frames, -1)
 
     def sparse(self) -> BlockMask:
-        """The mask for FlexAttention, which reads whole blocks of the text unmasked and skips what no frame sees."""
-
-        def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            """The number of the blocks that are true, and their indices before the others."""
-            indices = blocks.int().argsort(descending=True)
-            return blocks.sum(dtype=torch.int32).view(1, 1, 1), indices.int().view(1, 1, 1, -1)
-
+        """The mask for FlexAttention, see `block_mask`."""
         starts = torch.arange(0, self.num_keys, BLOCK, device=self.length.device)
         is_whole = (starts >= self.first) & (starts + BLOCK <= self.length)
         is_seen = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
-        return BlockMask.from_kv_blocks(
-            *listed(is_seen & ~is_whole),
-            *listed(is_whole),
-            BLOCK_SIZE=BLOCK,
-            mask_mod=self.rule(),
-            seq_lengths=(self.num_frames, self.num_keys),
-        )
+        return block_mask(is_seen, is_whole, self.rule(), self.num_frames, self.num_keys)
 
     @cached_property
     def best(self) -> Tensor | BlockMask:
@@ -164,6 +152,25 @@ class CacheMask:
     def slots(self) -> Tensor:
         """The positions (T,) of the cache into which the frames' keys and values are written."""
         return self.length + torch.arange(self.num_frames, device=self.length.device)
+
+
+def block_mask(
+    is_seen: Tensor, is_whole: Tensor, rule: Callable[..., Tensor], num_queries: int, num_keys: int
+) -> BlockMask:
+    """The mask for FlexAttention, made on the device for a few queries over a long cache.
+
+    It reads those blocks of 128 keys that any query sees (blocks,), and of these the ones that all queries see as a
+    whole (blocks,), nearly all of a text, without asking the ``rule``.
+    """
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of the blocks that are true, and their indices before the others."""
+        indices = blocks.int().argsort(descending=True, stable=True)
+        return blocks.sum(dtype=torch.int32).view(1, 1, 1), indices.int().view(1, 1, 1, -1)
+
+    sizes = -(-num_queries // BLOCK) * BLOCK, BLOCK
+    partial, whole = listed(is_seen & ~is_whole), listed(is_whole)
+    return BlockMask.from_kv_blocks(*partial, *whole, sizes, rule, seq_lengths=(num_queries, num_keys))
 
 
 Mask = Tensor | BlockMask | Pieces | CacheMask | None

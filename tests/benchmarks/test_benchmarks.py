@@ -1,12 +1,22 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
 import json
+import sys
 
 import pytest
 import torch
 
-from benchmarks import against_transformers, harness, paper_figures, steps, training_speed
+from benchmarks import (
+    against_llama_cpp,
+    against_transformers,
+    harness,
+    paper_figures,
+    quantised,
+    steps,
+    training_speed,
+)
 from inference.options import QuestionOptions
+from inference.verifier import int8
 from inference.verifier.base import load_base
 
 
@@ -135,3 +145,49 @@ def test_our_drafters_stand_beside_transformers_own_generate(capsys):
     assert {row[4] for row in arms} == {"2 of 2"}
     alone, _, assisted, *_ = (float(row[1]) for row in arms)
     assert alone == 1 < assisted, "a base that drafts for itself is right"
+
+
+needs_int8 = pytest.mark.skipif(not int8.can_multiply_int8(), reason="needs exact products of integers (VNNI)")
+
+
+@pytest.mark.slow
+@needs_int8
+def test_a_base_in_8_bits_in_small(tmp_path):
+    out = tmp_path / "out.md"
+    sizes = {"tokens": 40, "template": "vicuna_v1.1", "rows": [1, 4], "repeats": 2, "out": str(out)}
+    quantised.quantised("checkpoints/tiny-chat", ["embedded:2"], **sizes)
+    quality, times = (part.splitlines() for part in out.read_text().split("## ")[1:])
+    cells = rows("\n".join(quality))[2:]
+    assert [row[1] for row in cells] == ["float32", "bfloat16", "int8"]
+    assert cells[0][3:] == ["1.0000", "0.00000", "100.0%"] and 0.9 < float(cells[2][3]) < 1.1
+    assert len(rows("\n".join(times))) == 2 + 2
+    with pytest.raises(ValueError, match="must be at least 1"):
+        quantised.quantised("checkpoints/tiny-chat", rows=[0])
+
+
+@pytest.mark.slow
+@needs_int8
+def test_against_llama_cpp_in_small(tmp_path):
+    """With a program that prints what llama-bench prints: 1 ms for each token that it is told to write."""
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\n"
+        "assert sys.argv[sys.argv.index('-t') + 1] == '1' and int(sys.argv[sys.argv.index('-d') + 1]) > 5\n"
+        "print(json.dumps([{'avg_ns': int(sys.argv[sys.argv.index('-n') + 1]) * 1e6}]))\n"
+    )
+    program.chmod(0o755)
+    out = tmp_path / "out.md"
+    sizes = {"limit": 2, "max_new_tokens": 6, "dtypes": ["float32", "int8"], "drafter": ["anpd"], "out": str(out)}
+    against_llama_cpp.against_llama_cpp(str(program), str(program), "checkpoints/tiny-chat", **sizes)
+    table = rows(out.read_text())[2:]
+    assert [row[0] for row in table] == [
+        "llama.cpp: alone",
+        *(f"{d}: {n}" for d in ("float32", "int8") for n in ("none", "anpd")),
+    ]
+    assert table[0][2:4] == ["1000.0", "1.00"]
+    assert all(row[5] == "2 of 2" for row in table[1:])
+    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such model')\n")
+    with pytest.raises(ValueError, match="no such model"):
+        against_llama_cpp.against_llama_cpp(str(program), str(program), "checkpoints/tiny-chat", **sizes)
+    with pytest.raises(ValueError, match="is no file"):
+        against_llama_cpp.against_llama_cpp("missing.gguf", str(program))

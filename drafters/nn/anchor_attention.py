@@ -136,19 +136,12 @@ class CacheMask:
         return self.rule()(zeros, zeros, queries[:, None], keys).expand(self.num_frames, -1)
 
     def sparse(self) -> BlockMask:
-        """The mask for FlexAttention, which reads whole blocks of the text unmasked and skips what no frame sees."""
-
-        def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            """The number of the blocks that are true, and their indices before the others."""
-            indices = blocks.int().argsort(descending=True)
-            return blocks.sum(dtype=torch.int32).view(1, 1, 1), indices.int().view(1, 1, 1, -1)
-
+        """The mask for FlexAttention, which reads only the blocks that some frame attends to."""
         starts = torch.arange(0, self.num_keys, BLOCK, device=self.length.device)
-        is_whole = (starts >= self.first) & (starts + BLOCK <= self.length)
-        is_seen = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
+        is_read = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
         return BlockMask.from_kv_blocks(
-            *listed(is_seen & ~is_whole),
-            *listed(is_whole),
+            is_read.sum(dtype=torch.int32).view(1, 1, 1),
+            is_read.int().argsort(descending=True).int().view(1, 1, 1, -1),  # they come first
             BLOCK_SIZE=BLOCK,
             mask_mod=self.rule(),
             seq_lengths=(self.num_frames, self.num_keys),

@@ -93,7 +93,8 @@ docs: install
 	$(BIN)/pip install --quiet --editable '.[docs]'
 	$(BIN)/mkdocs build --strict
 
-# In ten minutes, all that was never measured on a GPU: runs/gpu/full/page.md. Without one: make gpu GPU_ARGS='--tiny true'
+# In ten minutes, what only a GPU shows, each time beside its bytes: runs/gpu/full/page.md. Repeat it to run what is not done.
+# Without a GPU: make gpu GPU_ARGS='--tiny true'
 gpu: install
 	PATH="$(CURDIR)/$(BIN):$$PATH" COLUMNS=120 python -m benchmarks.gpu $(GPU_ARGS)
 

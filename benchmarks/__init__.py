@@ -5,10 +5,12 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 - docs/results/ctc.md, ctc_variants.md: `learned_drafters` (learned drafters by nodes, kind of draft tree
   and length of the training, and Table 2 of the CTC paper)
 - docs/deviations.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make)
-- docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and compiled) and
+- docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and graphed) and
   `against_transformers` (our drafters beside transformers' own `generate`)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base, by `widening`)
-- docs/results/training.md: `training_speed` (a training step by phase), and `gpu` (every part on a GPU, on one page)
+- docs/results/training.md: `training_speed` (a training step by phase)
+- `make gpu`: `gpu` (a page in ten minutes, with limits for its parts) and `gpu_parts` (what it measures)
+- docs/design.md: `launches` (operators, copies and waits of a decoding step)
 - checkpoints/tiny-chat: `pretrain` (its tokenizer, its training and its folder)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation

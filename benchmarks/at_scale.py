@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal, cast
@@ -51,6 +52,7 @@ def at_scale(
     vocab_size: int = 32000,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     packed: bool | Literal["alone"] = False,
+    graphed: bool | None = None,
     out: str | None = None,
 ) -> None:
     """Decode with a small trained base that computes at the cost of a large one, with all drafters side by side.
@@ -60,7 +62,7 @@ def at_scale(
 
     Args:
         base: Folder of the trained base, of the LLaMA family.
-        shape: Shape of the large base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2) or 7b (Vicuna).
+        shape: Shape of the large base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna) or 8b (LLaMA 3).
         dtype: Dtype of the large weights.
         drafter: NAME[=FOLDER][:key=value,...] as in `drafters eval`, such as ctc=FOLDER:num_nodes=16; may be repeated.
         benchmark: Benchmark whose questions are answered, as in `drafters eval`: embedded, gsm8k=FILE, ...
@@ -72,6 +74,7 @@ def at_scale(
         device: Device to run on; auto uses the GPU if there is one.
         packed: Pack the weights of the large base and its drafters, on a CPU only. With alone, the base has no plain
             weights beside the packed ones, so that a shape fits into memory that would not twice.
+        graphed: Run the steps of the large base, and the drafts, in CUDA graphs; by default on a GPU.
         out: Folder for the results of this run as JSON, and for the tables of all runs in the folder.
     """
     if min(limit, repeats) < 1 or max_new_tokens < 2:
@@ -81,38 +84,50 @@ def at_scale(
     small = load_base(base, "float32", resolve_device(device))
     options = QuestionOptions([benchmark], limit, rows, max_new_tokens, TEMPLATE)
     (prompts,) = options.select(small, options.load()).values()
-    drafters = {name: drafter_specs.make(spec, make_runner(small)) for name, spec in specs.items()}
-    at_own_shape = decode(small, drafters, prompts.questions, max_new_tokens, 1, f"{base} at its own shape")
-    small_answers = {name: each[0] for name, each in at_own_shape.items()}
     wide_vocab = max(vocab_size, small.shape.vocab_size)
     wide = widen_base(small, f"{base} at {shape}", SHAPES[shape], wide_vocab, getattr(torch, dtype))
-    num_parameters = _num_parameters(wide.model)
+    wide, num_parameters = replace(wide, graphed=graphed), _num_parameters(wide.model)
     if packed:
         (pack_alone if packed == "alone" else pack_weights)(wide.model)
-    runner = make_runner(wide)
-    wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
-    answers = decode(wide, wide_drafters, prompts.questions, max_new_tokens, repeats, wide.name)
     result: dict[str, Any] = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
         "base": base,
         "shape": shape,
         "dtype": dtype,
         "parameters": num_parameters,
-        "peak_bytes": peak_bytes(wide.model.device),
         "settings": (
             f"{len(prompts.questions)} questions of {benchmark}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
-            f"{wide.shape.vocab_size:,}; packed weights: {packed}."
+            f"{wide.shape.vocab_size:,}; packed weights: {packed}; CUDA graphs: {wide.wants_graphs}."
         ),
+        "drafters": compare(small, make_runner(wide), specs, prompts.questions, max_new_tokens, repeats),
         "origin": origin(wide.model.device),
-        "drafters": {
-            name: {"parameters": _num_parameters(each), **measure(name, answers, small_answers)}
-            for name, each in wide_drafters.items()
-        },
+        "peak_bytes": peak_bytes(wide.model.device),
     }
     print(markdown([result_table(result)], result["origin"]))
     if out:
         write_results(Path(out), result)
+
+
+def compare(
+    small: Base,
+    runner: Runner,
+    specs: Mapping[str, str],
+    questions: list[Question],
+    max_new_tokens: int,
+    repeats: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """Decode with a base at its own shape and with the runner of the widened one, and return figures by drafter."""
+    small = replace(small, graphed=False)
+    drafters = {name: drafter_specs.make(spec, make_runner(small)) for name, spec in specs.items()}
+    at_own_shape = decode(make_runner(small), drafters, questions, max_new_tokens, 1, f"{small.name} at its own shape")
+    small_answers = {name: each[0] for name, each in at_own_shape.items()}
+    wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
+    answers = decode(runner, wide_drafters, questions, max_new_tokens, repeats, runner.base.name)
+    return {
+        name: {"parameters": _num_parameters(each), **measure(name, answers, small_answers)}
+        for name, each in wide_drafters.items()
+    }
 
 
 class PackedAlone(PackedLinear):
@@ -146,7 +161,7 @@ def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def decode(
-    base: Base,
+    runner: Runner,
     drafters: Mapping[str, Drafter],
     questions: list[Question],
     max_new_tokens: int,
@@ -154,13 +169,12 @@ def decode(
     title: str,
 ) -> dict[str, list[list[Answer]]]:
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
-    runner = make_runner(base)
     sessions = {name: Session(runner, each) for name, each in drafters.items()}
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
     with progress_bars(transient=True) as bars:
         task = bars.add_task(title, total=repeats * len(questions) * len(drafters))
         for repeat in range(repeats):
-            for answer in answer_questions(base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
+            for answer in answer_questions(runner.base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
                 answers[answer.drafter][repeat].append(answer)
                 bars.advance(task)
     return answers
@@ -205,6 +219,7 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
     times = [sum(step.seconds) for step in steps]
     low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
     draft = [sum(step.seconds[PHASES.index(phase)] for phase in ("propose", "observe")) for step in steps]
+    by_phase = zip(*(step.seconds for step in steps), strict=True)
     return {
         "questions": len(answers),
         "acceptance_length": summary.acceptance.length.value,
@@ -214,6 +229,8 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
         "step_ms": 1e3 * median(times),
         "step_spread": (high - low) / median(times),
         "draft_ms": 1e3 * median(draft),
+        "phases_ms": {name: 1e3 * median(each) for name, each in zip(PHASES, by_phase, strict=True)},
+        "ms_per_token": 1e3 * seconds,
         "identical": summary.identical,
         "small_acceptance_length": acceptance_length([turn for each in small[name] for turn in each.turns]),
         "same_texts_as_small": sum(

@@ -1,48 +1,27 @@
-"""What was never measured on a GPU, on one page: each part is a command of its own, with a time limit of its own."""
+"""What only a GPU shows, on one page in ten minutes: every part has a time limit, and one that fails costs no other."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import shlex
 import signal
-import subprocess
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+from benchmarks.gpu_parts import FULL, PARTS, TINY, Machine, Part
 from benchmarks.harness import main, markdown, origin
 from data.files import write_text
-from inference.verifier.base import resolve_device
+from inference.verifier.base import prepare_process, resolve_device
 
-SIZES = {  # on a GPU, and tiny
-    "text": ("--files '[embedded:2000]' --steps '[150]'", "--files '[embedded:16]' --steps '[1]'"),
-    "asked": ("--limit 4 --max_new_tokens 48", "--limit 1 --max_new_tokens 4"),
-    "wide": ("--shape 7b --limit 2", "--shape 100m --dtype float32 --limit 1 --max_new_tokens 4 --vocab_size 2000"),
-    "bases": ("--bases '[7b]' --dtypes '[bfloat16]'", "--bases '[draft]' --dtypes '[float32]' --repeats 2"),
-    "shape": ("--shape 3b --dtype bfloat16 --precision bf16 --length 512 --anchors '[0]'", "--shape draft"),
-}
-LEARN = "python -m benchmarks.learned_drafters --base checkpoints/tiny-chat --questions '' --benchmark embedded {asked}"
-LEARN += " {text} --seeds '[0]' --arms '[medusa,hydra,eagle3,block,ctc]' --out {out}/drafters"
-VERIFY, SPEED = "drafters verify {asked} {drafters}", "python -m benchmarks.training_speed {shape} --configs"
-FIT = "rm -rf {out}/fit; lightning fit --config ctc.yaml --config debug.yaml --trainer.default_root_dir {out}/fit"
-FIT += " --trainer.accelerator auto --trainer.precision bf16-mixed --trainer.enable_progress_bar false"
-PARTS = {  # the seconds that a part may take, and its command
-    "drafters": (120, LEARN),
-    "lossless": (60, VERIFY),
-    "bit-identical": (60, f"{VERIFY} --dtype bfloat16 --bitwise true"),
-    "at scale": (100, "python -m benchmarks.at_scale {wide} {drafters}"),
-    "steps": (60, "python -m benchmarks.steps {bases} --nodes '[0,1,4,16,64]'"),
-    "compiled": (150, "python -m benchmarks.steps {bases} --nodes '[0,16]' --compiled true"),
-    "FlexAttention": (120, f"{SPEED} '[ctc.yaml,block.yaml]'"),
-    "training": (60, f"{SPEED} '[medusa.yaml,eagle.yaml,eagle3.yaml]'"),
-    "fit": (60, FIT),
-    "FSDP2": (60, f"{FIT} --config strategy/fsdp.yaml"),
-    "DeepSpeed 2": (60, f"{FIT} --config strategy/deepspeed_2.yaml"),
-    "DeepSpeed 3": (60, f"{FIT} --config strategy/deepspeed_3.yaml"),
-    "compiled, lossless": (120, "drafters verify {asked} --forward compiled --drafter joint --drafter anpd"),
-}
-SECONDS, DONE = 600, "done"  # of all parts together, and how a section begins that is not measured again
+SECONDS, GRACE = 600, 30  # of all parts together; of a part that does not end at its limit, before the process does
+DONE, NOT_RUN = "done", "not run\n"  # how a section begins that is not measured again; a part without a section
+STARTED = "GPU_PAGE_STARTED"  # environment variable: when this run began, for the process that goes on with it
 
 
 def gpu(out: str = "runs/gpu", tiny: bool = False) -> None:
@@ -51,58 +30,100 @@ def gpu(out: str = "runs/gpu", tiny: bool = False) -> None:
     A part that fails or reaches its time limit costs only itself. Repeat the command to run what is not done.
 
     Args:
-        out: Folder for the page, the output of each part and the drafters.
+        out: Folder for the page and the section of each part.
         tiny: Run the same parts at a tiny shape, also without a GPU.
     """
     if not tiny and resolve_device("auto").type == "cpu":
         raise ValueError("PyTorch sees no GPU here: give --tiny true to try the same parts at a tiny shape")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the part that runs ends with this program
-    run(PARTS, {name: sizes[tiny] for name, sizes in SIZES.items()}, Path(out) / ("tiny" if tiny else "full"), SECONDS)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a command that a part runs ends with this program
+    machine = Machine(resolve_device("auto"), TINY if tiny else FULL, Path(out) / ("tiny" if tiny else "full"))
+    prepare_process(machine.device, sums_alike=True)
+    run(PARTS, machine, SECONDS)
 
 
-def drafter_options(folder: Path) -> str:
-    """The options for all drafters; the learned ones are those whose training has ended."""
-    learned = {path.parts[-3]: path for path in sorted(folder.glob("drafters/*/*/seed0/drafter"))}
-    learned |= {"merged": learned["ctc"]} if "ctc" in learned else {}
-    specs = ["joint", "anpd", *(f"{name}={path}" for name, path in learned.items())]
-    return shlex.join(word for spec in specs for word in ("--drafter", spec))
+def run(parts: Mapping[str, tuple[float, Part]], machine: Machine, seconds: float) -> None:
+    """Run the parts that are not done, those that failed before last; the page is written after each table.
+
+    An error can leave a GPU useless to this process. Another one then goes on with the parts that have not been run.
+    """
+    started = float(os.environ.setdefault(STARTED, str(time.time())))
+    about = origin(machine.device)
+    head = f"# Measured on {about['machine'].partition(';')[0]}\n\n{markdown([], about)}"
+    sections = {name: machine.folder / f"{name}.md" for name in parts}
+    for name in sorted(parts, key=lambda name: sections[name].exists()):
+        section, (limit, part) = sections[name], parts[name]
+        if section.exists() and (is_done(section) or section.stat().st_mtime >= started):
+            continue
+        if (limit := min(limit, started + seconds - time.time())) <= 0:
+            break
+        print(f"{name}: at most {limit:.0f} s", flush=True)
+        for text in measure(part, machine, limit):
+            write_text(section, text)
+            write_page(machine.folder, head, sections)
+        if not is_done(section) and not works(machine.device):
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    write_page(machine.folder, head, sections)
+    del os.environ[STARTED]
+    print(f"wrote {machine.folder / 'page.md'}")
 
 
-def run(parts: Mapping[str, tuple[float, str]], sizes: Mapping[str, str], folder: Path, seconds: float) -> None:
-    """Run the parts that are not done, and write the page after each; together they have a number of seconds."""
-    deadline, about = time.monotonic() + seconds, origin(resolve_device("auto"))
-    page = f"# Measured on {about['machine'].partition(';')[0]}\n\n{markdown([], about)}"
-    for name, (limit, template) in parts.items():
-        command = template.format(**sizes, out=shlex.quote(str(folder)), drafters=drafter_options(folder))
-        section, heading = folder / f"{name}.md", f"\n## {name}\n\n```sh\n{command}\n```\n\n"
-        if not section.exists() or not section.read_text(encoding="utf-8").startswith(heading + DONE):
-            print(f"{name}: {command}", flush=True)
-            limit = max(0, min(limit, deadline - time.monotonic()))
-            write_text(section, heading + measure(command, limit, folder / name))
-        page += section.read_text(encoding="utf-8")
-        write_text(folder / "page.md", page)
-    print(f"wrote {folder / 'page.md'}")
+def is_done(section: Path) -> bool:
+    """Whether a part has ended without an error."""
+    return section.read_text(encoding="utf-8").startswith(DONE)
 
 
-def measure(command: str, limit: float, log: Path) -> str:
-    """Run a command, end it with all its processes at the limit, and return how it ended and its output as Markdown."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    started, logs = time.monotonic(), [Path(f"{log}.{kind}") for kind in ("out", "err")]
-    with logs[0].open("wb") as out, logs[1].open("wb") as err:
-        process = subprocess.Popen(command, shell=True, stdout=out, stderr=err, start_new_session=True)
-        try:
-            result = "failed" if process.wait(limit) else DONE
-        except subprocess.TimeoutExpired:
-            result = "stopped"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    result += f" after {time.monotonic() - started:.0f} s of at most {limit:.0f}"
-    output, error = (path.read_text(encoding="utf-8", errors="replace").replace("`", "'").strip() for path in logs)
-    result += f": `{error.splitlines()[-1]}`" if error and not result.startswith(DONE) else ""
-    _, is_markdown, tables = f"\n{output}".partition("\n## ")
-    return f"{result}\n" + (f"\n### {tables}\n" if is_markdown else f"\n```text\n{output}\n```\n" if output else "")
+def write_page(folder: Path, head: str, sections: Mapping[str, Path]) -> None:
+    """Write the sections of all parts, in their order, on one page."""
+    page = head
+    for name, section in sections.items():
+        page += f"\n## {name}\n\n{section.read_text(encoding='utf-8') if section.exists() else NOT_RUN}"
+    write_text(folder / "page.md", page)
+
+
+def measure(part: Part, machine: Machine, limit: float) -> Iterator[str]:
+    """Run a part, and yield its section as it stands before it, after each of its tables, and in the end."""
+    started, tables, error = time.monotonic(), "", ""
+    yield "did not end\n"
+    try:
+        with time_limit(limit):
+            for table in part(machine):
+                text = table if isinstance(table, str) else f"#{table.markdown()}"  # below the part's heading
+                tables += f"\n{text.strip()}\n"
+                yield f"did not end\n{tables}"
+    except Exception as caught:
+        last_lines = [] if isinstance(caught, ChildProcessError) else traceback.format_exc().splitlines()[-20:]
+        error = f": `{type(caught).__name__}: {' '.join(str(caught).split())[:300]}`".replace("``", "`")
+        tables += "\n```text\n" + "\n".join(last_lines) + "\n```\n" if last_lines else ""
+    if error:
+        machine.release()  # what the part had begun may be half done
+    result = "failed" if error else DONE
+    yield f"{result} after {time.monotonic() - started:.0f} s of at most {limit:.0f}{error}\n{tables}"
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in what runs longer; if that does not end it, end the process."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def works(device: torch.device) -> bool:
+    """Whether the device still computes: after an illegal access to its memory it refuses everything."""
+    try:
+        return torch.ones(1, device=device).add(1).item() == 2
+    except RuntimeError:
+        return False
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ SHAPES = {
     "3b": (3072, 8192, 28, 24, 8),
     "7b": (4096, 11008, 32, 32, 32),
     "7b/16": (256, 688, 32, 4, 4),  # with a sixteenth of the width; of the vocabulary too, the shares of work are 7B's
+    "8b": (4096, 14336, 32, 32, 8),
+    "8b/16": (256, 896, 32, 8, 2),
+    "grouped": (512, 1408, 8, 16, 8),  # a small one with grouped heads into which tiny-chat fits
 }
 
 
@@ -88,6 +91,11 @@ def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, conte
 def num_millions(base: Base) -> str:
     """Return the number of parameters in millions, as text."""
     return f"{sum(weight.numel() for weight in base.model.parameters()) / 1e6:.1f} M"
+
+
+def times_bytes(seconds: float, num_bytes: float, bandwidth: float) -> str:
+    """How many times as long something takes as reading its bytes, at a bandwidth in bytes a second, as text."""
+    return f"{seconds * bandwidth / num_bytes:.2f}×"
 
 
 def origin(device: torch.device) -> dict[str, str]:

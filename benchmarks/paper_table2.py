@@ -25,13 +25,11 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from benchmarks.experiment import Arm, GreedyAnswer, mean_and_range, remembered
 from benchmarks.harness import ResultTable, alternate
-from drafters import BaseWeights, Limits, Medusa, checkpoint
+from drafters import Limits, Medusa, checkpoint
 from drafters.ctc.trees import BLANK, collapsed, paper_trees, with_blank
-from drafters.nn.table import Table
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
 from drafters.trees.search import Candidates, SearchLimits, search
@@ -87,12 +85,9 @@ def blanks_dropped(candidates: Candidates, limits: SearchLimits) -> list[DraftTr
 Build = Callable[[Candidates, SearchLimits], list[DraftTree]]
 
 
-def trees_of_heads(
-    drafter: Medusa, build: Build, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits
-) -> list[DraftTree]:
-    """What `Medusa.trees` returns, with another way to build the trees."""
-    probs, tokens = drafter(states, base_weights, drafter.top_k)
-    token_ids, probabilities = Table.of((tokens, probs), probs.dtype).on_host()
+def trees_of_heads(drafter: Medusa, build: Build, parts: Sequence[np.ndarray], limits: Limits) -> list[DraftTree]:
+    """What `Medusa.trees_from` returns, with another way to build the trees."""
+    token_ids, probabilities = parts
     num_nodes = min(drafter.draft_options.num_nodes, limits.max_nodes)
     search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos)
     return build(Candidates(token_ids.astype(np.int64), probabilities), search_limits)
@@ -129,7 +124,7 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
     config = checkpoint.read_config(folder)
     draft = config.init_args.get("draft", {}) | {"num_nodes": NUM_NODES}
     config = replace(config, init_args=config.init_args | {"draft": draft})
-    runner = make_runner(base)
+    runner = make_runner(replace(base, graphed=False))  # the parts of a draft are timed apart
     sessions, clocks = {"none": Session(runner, NoDrafter())}, dict[str, dict[str, float]]()
     kind = config.class_path.rpartition(".")[2]
     for way, build in WAYS[kind].items():
@@ -138,7 +133,7 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
         clock = clocks[way] = {"LM head": 0.0, "tree": 0.0}
         drafter.logits, build = timed(drafter.logits, clock, "LM head"), timed(build, clock, "tree")
         if kind == "Medusa":
-            drafter.trees = partial(trees_of_heads, drafter, build)
+            drafter.trees_from = partial(trees_of_heads, drafter, build)
         else:
             drafter.search = build
         sessions[way] = Session(runner, drafter)

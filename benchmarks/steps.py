@@ -1,4 +1,4 @@
-"""Time of a decoding step by the size of its draft tree, beside a compiled one or one without bit-identical rows."""
+"""Time of a decoding step by the size of its draft tree, beside one in CUDA graphs or without bit-identical rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
+from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show, times_bytes
 from data.dtypes import Dtype
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
@@ -23,7 +23,7 @@ from inference.verifier.runner import Runner
 CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
 NUM_WARMUP_STEPS = 3  # for each size
 VOCAB_SIZE = 32_000  # of random bases
-EAGER, COMPILED, ROUNDED = "eager", "compiled", "rounded"
+EAGER, GRAPHED, ROUNDED = "eager", "graphed", "rounded"
 
 
 def steps(
@@ -32,7 +32,7 @@ def steps(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     nodes: list[int] = [0, 1, 2, 4, 8, 16, 32, 64],  # noqa: B006
     contexts: list[int] = [256],  # noqa: B006
-    compiled: bool = False,
+    graphed: bool = False,
     rounded: bool = False,
     repeats: int = 50,
     out: str | None = None,
@@ -40,20 +40,20 @@ def steps(
     """Measure a step as decoding runs it: forward, choice of the tokens, copy to the host, and cache update.
 
     Args:
-        bases: Folders of bases, or shapes of random LLaMAs (tiny, 100m, 1b, 3b, 7b).
+        bases: Folders of bases, or shapes of random LLaMAs (tiny, 100m, 1b, 3b, 7b, 8b).
         dtypes: Dtypes of the weights.
         device: Device to run on; auto uses the GPU if there is one.
         nodes: Numbers of nodes, without the root.
         contexts: Numbers of cached tokens before the step.
-        compiled: Also measure compiled steps, of at most 64 nodes, in turns with the eager ones.
+        graphed: Also measure steps in CUDA graphs, of at most 63 nodes, in turns with the eager ones.
         rounded: Also measure steps without bit-identical rows.
         repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
         out: Markdown file to write the tables to.
     """
     if repeats < 2 or min(contexts) < 1 or min(nodes) < 0:
         raise ValueError("repeats must be at least 2, contexts at least 1, and nodes at least 0")
-    if compiled and max(nodes) >= NUM_ROWS[-1]:
-        raise ValueError(f"nodes must be at most {NUM_ROWS[-1] - 1}: larger steps are not compiled")
+    if graphed and max(nodes) >= NUM_ROWS[-1]:
+        raise ValueError(f"nodes must be at most {NUM_ROWS[-1] - 1}: larger steps do not run in CUDA graphs")
     prepare_process(torch_device := resolve_device(device), sums_alike=True)
     tables = []
     for name, dtype in product(bases, dtypes):
@@ -64,20 +64,30 @@ def steps(
         )
         if max(contexts) + max(nodes) + 1 > base.context_length:
             raise ValueError(f"the context of {name} ends at {base.context_length}: pass smaller --contexts or --nodes")
+        base = replace(base, graphed=False)
         runners = {EAGER: make_runner(base)}
-        runners |= {COMPILED: make_runner(replace(base, graphed=True))} if compiled else {}
+        runners |= {GRAPHED: make_runner(replace(base, graphed=True))} if graphed else {}
         runners |= {ROUNDED: make_runner(replace(base, bitwise=False))} if rounded else {}
         trees = {count: bushy(count, base.model.config.vocab_size) for count in dict.fromkeys([0, *nodes])}
         for context in contexts:
             title = f"{base.name} ({num_millions(base)}), {dtype}, {torch_device.type}, context {context}"
-            tables.append(_measure(title, base, runners, trees, context, repeats))
+            tables.append(measure(title, base, runners, trees, context, repeats))
     show(tables, torch_device, out)
 
 
-def _measure(
-    title: str, base: Base, runners: dict[str, Runner], trees: dict[int, DraftTree], context: int, repeats: int
+def measure(
+    title: str,
+    base: Base,
+    runners: dict[str, Runner],
+    trees: dict[int, DraftTree],
+    context: int,
+    repeats: int,
+    bandwidth: float | None = None,
 ) -> ResultTable:
-    """Time the steps of all runners behind one context, and check that they compute the same."""
+    """Time the steps of all runners behind one context, and check that they compute the same.
+
+    With a bandwidth, in bytes a second, each time stands beside that in which the step can read its bytes.
+    """
     seconds: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(runners, trees)}
     first_seconds, expected = {}, None
     for kind, runner in runners.items():
@@ -89,14 +99,16 @@ def _measure(
             runner.truncate(context)
             expected = root if expected is None else expected
             if base.model.dtype == torch.float32:
-                assert (root - expected).abs().max() <= 1e-3, f"{count} nodes change the root's logits"
+                assert torch.allclose(root, expected, 1e-3, 1e-3), f"{count} nodes change the root's logits"
             for _ in range(NUM_WARMUP_STEPS):
                 step_seconds(runner, tree, context)
     for _, _, (kind, count) in alternate(list(seconds), 1, repeats, title):
         seconds[kind, count].append(step_seconds(runners[kind], trees[count], context))
     others = [kind for kind in runners if kind != EAGER]
     headings = [heading for kind in others for heading in (f"{kind} ms", f"eager / {kind}", "first step s")]
-    table = ResultTable(title, ["nodes", "ms", "ratio", "IQR", *headings])
+    num_bytes = step_bytes(base, context)
+    of_bytes = ["GB", *(f"{kind} / bytes" for kind in runners)] if bandwidth else []
+    table = ResultTable(title, ["nodes", "ms", "ratio", "IQR", *headings, *of_bytes])
     for count in trees:
         eager = seconds[EAGER, count]
         low, _, high = quantiles(eager, n=4)
@@ -105,17 +117,30 @@ def _measure(
         for kind in others:
             other = seconds[kind, count]
             cells += [f"{1e3 * median(other):.3f}", _ratio(eager, other), f"{first_seconds[kind, count]:.1f}"]
+        if bandwidth:
+            cells += [f"{num_bytes / 1e9:.2f}"]
+            cells += [times_bytes(median(seconds[kind, count]), num_bytes, bandwidth) for kind in runners]
         table.rows.append(cells)
     table.notes.append(
         f"{repeats} repeats, all arms alternate; medians. A step feeds the root and the nodes, and accepts none; ratio "
         "= to the step without nodes of the same repeat; IQR = interquartile range / median; first step = with the "
-        "compilation of its shape."
+        "compilation and capture of its shape."
     )
     return table
 
 
 def _ratio(times: list[float], others: list[float]) -> str:
     return f"{median(time / other for time, other in zip(times, others, strict=True)):.2f}×"
+
+
+def step_bytes(base: Base, context: int) -> int:
+    """Bytes that a step must read: all weights but the embedding, of which it needs a few rows, and the KV cache."""
+    model, config = base.model, base.config
+    weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
+    if not config.tie_word_embeddings:
+        del weights[base.base_weights.embedding.data_ptr()]
+    width = config.num_key_value_heads * base.shape.head_dim
+    return sum(weights.values()) + 2 * config.num_hidden_layers * context * width * model.dtype.itemsize
 
 
 def prefill(runner: Runner, context: int, reserve: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -47,29 +48,53 @@ class TrainingStep:
         torch.manual_seed(0)
         self.base, self.autocast = base, torch.bfloat16 if precision == "bf16" else None
         device, shape, weights = base.model.device, base.shape, base.base_weights
+        self.kind, self.arguments = kind, arguments
         self.drafter = recipe.build(kind, shape, arguments).to(device)
-        self.network = recipe.build(kind, replace(shape, vocab_size=SMALL_VOCAB), arguments).to(device)
         self.small_weights = BaseWeights(weights.embedding[:SMALL_VOCAB], weights.head[:SMALL_VOCAB])
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.ids = torch.randint(shape.vocab_size, size, device=device)
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)
 
-    def seconds(self) -> dict[str, float]:
-        """Make a step and return the seconds of its phases."""
+    @cached_property
+    def network(self) -> LearnedDrafter:
+        """The same drafter for a base of 64 tokens."""
+        shape = replace(self.base.shape, vocab_size=SMALL_VOCAB)
+        return recipe.build(self.kind, shape, self.arguments).to(self.ids.device)
+
+    def step(self) -> tuple[TrainingBatch, dict[str, float]]:
+        """Make a step, and return its batch and the seconds of base, drafter with its loss, and optimizer."""
         times = [self._clock()]
         batch = self._batch()
-        times.append(self._clock())
-        small = replace(batch, input_ids=self.ids % SMALL_VOCAB, labels=batch.labels % SMALL_VOCAB)
-        self._train(self.network, small, self.small_weights)
-        self.network.zero_grad()
         times.append(self._clock())
         self._train(self.drafter, batch, self.base.base_weights)
         times.append(self._clock())
         self.optimizer.step()
         self.optimizer.zero_grad()
         times.append(self._clock())
-        base, network, both, optimizer = (end - start for start, end in pairwise(times))
-        return {BASE: base, NETWORK: network, LOSS: both - network, OPTIMIZER: optimizer}
+        base, drafter, optimizer = (end - start for start, end in pairwise(times))
+        return batch, {BASE: base, NETWORK: drafter, OPTIMIZER: optimizer}
+
+    def seconds(self) -> dict[str, float]:
+        """Make a step and return the seconds of its phases."""
+        batch, times = self.step()
+        small = replace(batch, input_ids=self.ids % SMALL_VOCAB, labels=batch.labels % SMALL_VOCAB)
+        started = self._clock()
+        self._train(self.network, small, self.small_weights)
+        network = self._clock() - started
+        self.network.zero_grad()
+        return {BASE: times[BASE], NETWORK: network, LOSS: times[NETWORK] - network, OPTIMIZER: times[OPTIMIZER]}
+
+    def peak(self) -> int:
+        """Bytes at the worst moment of a step, the first one on a CPU: all weights and what the step allocates."""
+        if self.ids.is_cuda:
+            self.step()  # compiles
+            torch.cuda.reset_peak_memory_stats(self.ids.device)
+            self.step()
+            return torch.cuda.max_memory_allocated(self.ids.device)
+        weights = [*self.base.model.parameters(), *self.drafter.state_dict().values()]
+        with LiveBytes(*weights) as live:
+            self.step()
+        return live.peak + sum(weight.nbytes for weight in weights)
 
     def memory(self) -> tuple[int, int]:
         """Bytes that a loss and its backward pass need besides weights, gradients and batch, and their estimate."""
@@ -123,8 +148,8 @@ def training_speed(
 
     Args:
         configs: Training configurations, whose drafters are measured.
-        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), or 7b/16, which has a sixteenth of
-            its width.
+        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), 8b (LLaMA 3), or 7b/16, which has
+            a sixteenth of its width.
         vocab_size: Vocabulary size V.
         dtype: Dtype of the base.
         precision: Precision of the drafter's computations; its weights are float32.

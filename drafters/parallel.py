@@ -35,6 +35,8 @@ class TrunkOptions:
     Args:
         num_frames: T, number of frames in one draft.
         num_layers: Number of decoder layers in the trunk.
+        num_key_heads: Number of heads with keys and values, each for several heads with queries, as in most bases; null
+            or a larger number for all heads. With fewer, the cache of a draft is smaller and a draft over it faster.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
@@ -56,6 +58,7 @@ class TrunkOptions:
 
     num_frames: int = 8
     num_layers: int = 1
+    num_key_heads: int | None = None
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
     root_everywhere: bool = False
@@ -71,6 +74,7 @@ class TrunkOptions:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
+        check_at_least(1, num_key_heads=self.num_key_heads or 1)
         if self.copy and not self.lookup:
             raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
 
@@ -154,7 +158,10 @@ class ParallelDrafter(CachingDrafter):
         self.copies, self.num_slots = trunk.copy, trunk.num_frames
         self.vocab_size = base.vocab_size
         self.loss_options, self.draft_options = loss, draft
-        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context)
+        num_key_heads = min(trunk.num_key_heads or base.num_heads, base.num_heads)
+        if base.num_heads % num_key_heads:
+            raise ValueError(f"the {base.num_heads} heads of the base cannot share num_key_heads ({num_key_heads})")
+        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:

@@ -33,7 +33,8 @@ class ModelOptions:
     Args:
         base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub, or a GGUF file. By
             default a tiny one that the package contains.
-        dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
+        dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base, and int8
+            on a CPU the drafters, too.
         device: Device to run on; auto uses the GPU if there is one.
         forward: How the base is run: graphed, its steps as CUDA graphs; eager; packed, with a second copy of the
             weights in the layout in which a CPU multiplies few tokens; or auto, graphed on a GPU and eager on a CPU.
@@ -63,7 +64,7 @@ class ModelOptions:
         from inference.verifier.base import load_base, prepare_process
 
         graphed = None if self.forward == "auto" else self.forward == "graphed"
-        is_half = self.dtype in ("bfloat16", "float16") and not graphed
+        is_half = self.dtype != "float32" and not graphed
         prepare_process(device, sums_alike=is_half if self.bitwise is None else self.bitwise)
         is_packed = self.forward == "packed"
         return load_base(self.base, self.dtype, device, packed=is_packed, bitwise=self.bitwise, graphed=graphed)

@@ -90,7 +90,8 @@ class DrafterTraining(L.LightningModule):
         # Loading the weights must not move the random generator that shuffles and samples.
         with torch.random.fork_rng(devices=[]):
             # An ordinary attribute would put the base into the module's parameters and checkpoints.
-            self.__dict__["base"] = load_base(base, base_dtype, bitwise=False)  # on AMX, where there is one
+            # It multiplies on AMX, where there is one, so its rows are not bit-identical.
+            self.__dict__["base"] = load_base(base, base_dtype, bitwise=False, movable=True)
         # When resuming or validating, a checkpoint replaces these weights.
         self.initial_drafter = initial_drafter
         if initial_drafter:

@@ -98,7 +98,8 @@ class Pieces:
                 query,
                 torch.cat([context_keys[..., context, :], key], -2),
                 torch.cat([context_values[..., context, :], value], -2),
-                attn_mask=mask,
+                mask,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
             for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True)
         ]
@@ -136,17 +137,11 @@ class CacheMask:
         return self.rule()(zeros, zeros, queries[:, None], keys).expand(self.num_frames, -1)
 
     def sparse(self) -> BlockMask:
-        """The mask for FlexAttention, which reads only the blocks that some frame attends to."""
+        """The mask for FlexAttention, see `block_mask`."""
         starts = torch.arange(0, self.num_keys, BLOCK, device=self.length.device)
-        is_read = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
-        return BlockMask.from_kv_blocks(
-            is_read.sum(dtype=torch.int32).view(1, 1, 1),
-            is_read.int().argsort(descending=True).int().view(1, 1, 1, -1),  # they come first
-            BLOCK_SIZE=BLOCK,
-            mask_mod=self.rule(),
-            seq_lengths=(self.num_frames, self.num_keys),
-            compute_q_blocks=False,  # which only a backward pass reads
-        )
+        is_whole = (starts >= self.first) & (starts + BLOCK <= self.length)
+        is_seen = (starts + BLOCK > self.first) & (starts < self.length + self.num_frames)
+        return block_mask(is_seen, is_whole, self.rule(), self.num_frames, self.num_keys)
 
     @cached_property
     def best(self) -> Tensor | BlockMask:
@@ -157,6 +152,25 @@ class CacheMask:
     def slots(self) -> Tensor:
         """The positions (T,) of the cache into which the frames' keys and values are written."""
         return self.length + torch.arange(self.num_frames, device=self.length.device)
+
+
+def block_mask(
+    is_seen: Tensor, is_whole: Tensor, rule: Callable[..., Tensor], num_queries: int, num_keys: int
+) -> BlockMask:
+    """The mask for FlexAttention, made on the device for a few queries over a long cache.
+
+    It reads those blocks of 128 keys that any query sees (blocks,), and of these the ones that all queries see as a
+    whole (blocks,), nearly all of a text, without asking the ``rule``.
+    """
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of the blocks that are true, and their indices before the others."""
+        indices = blocks.int().argsort(descending=True, stable=True)
+        return blocks.sum(dtype=torch.int32).view(1, 1, 1), indices.int().view(1, 1, 1, -1)
+
+    sizes = -(-num_queries // BLOCK) * BLOCK, BLOCK
+    partial, whole = listed(is_seen & ~is_whole), listed(is_whole)
+    return BlockMask.from_kv_blocks(*partial, *whole, sizes, rule, seq_lengths=(num_queries, num_keys))
 
 
 Mask = Tensor | BlockMask | Pieces | CacheMask | None
@@ -170,15 +184,19 @@ def extended(context: Tensor, block: Tensor, mask: Mask) -> Tensor:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any form."""
+    """Attention of (B, h, Q, d) over (B, key heads, K, d) under a mask of any form."""
     mask = mask.best if isinstance(mask, CacheMask) else mask
     if isinstance(mask, Pieces):
         return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
         flex: Any = _compiled() if queries.is_cuda else flex_attention
         dtype = values.dtype  # under autocast the norms leave queries and keys in float32
-        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        num_shared = queries.shape[1] // keys.shape[1]
+        if num_shared & (num_shared - 1):  # FlexAttention groups heads in powers of 2
+            keys, values = keys.repeat_interleave(num_shared, 1), values.repeat_interleave(num_shared, 1)
+        is_grouped = queries.shape[1] != keys.shape[1]
+        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask, enable_gqa=is_grouped)
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
 
 
 @cache

@@ -60,13 +60,18 @@ class Attention(nn.Module):
     """Multi-head attention whose keys and values may come from a context as well as from the block itself.
 
     Queries, keys and values are projected from an input of ``num_inputs`` times the hidden size. Queries and keys may
-    be normalised per head, as in Qwen3; LLaMA does not.
+    be normalised per head, as in Qwen3; LLaMA does not. ``num_key_heads`` heads have keys and values, each for several
+    heads with queries; None stands for all heads.
     """
 
-    def __init__(self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = True) -> None:
+    def __init__(
+        self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = True, num_key_heads: int | None = None
+    ) -> None:
         super().__init__()
         self.num_heads, self.head_dim, width = shape.num_heads, shape.head_dim, shape.num_heads * shape.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(shape.hidden_size, width, bias=False) for _ in range(3))
+        self.num_key_heads = num_key_heads or shape.num_heads
+        widths = width, *[self.num_key_heads * shape.head_dim] * 2
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(shape.hidden_size, size, bias=False) for size in widths)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
         if num_inputs > 1:
             # Drawn again instead of built wide at once: a seed then gives the weights it has always given, and the
@@ -77,10 +82,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if has_qk_norm else nn.Identity()
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)  # (B, S, h * d) -> (B, h, S, d)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)  # (B, S, h * d) -> (B, h, S, d)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of inputs (B, S, num_inputs * D): two tensors of (B, h, S, d)."""
+        """Rotated keys and values of inputs (B, S, num_inputs * D): two tensors of (B, key heads, S, d)."""
         return rotate(self.k_norm(self._split_heads(self.k_proj(x))), rotation), self._split_heads(self.v_proj(x))
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -108,9 +113,9 @@ class FeedForward(nn.Module):
 class TrunkLayer(nn.Module):
     """One decoder layer whose attention also reads a context."""
 
-    def __init__(self, shape: BaseShape) -> None:
+    def __init__(self, shape: BaseShape, num_key_heads: int | None = None) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, num_key_heads=num_key_heads)
         self.mlp = FeedForward(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
@@ -139,13 +144,20 @@ class Trunk(nn.Module):
 
     is_recomputed = False  # activation checkpointing: keep only the inputs of each layer for the backward pass
 
-    def __init__(self, shape: BaseShape, num_layers: int, num_fused: int, reads_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        shape: BaseShape,
+        num_layers: int,
+        num_fused: int,
+        reads_tokens: bool = False,
+        num_key_heads: int | None = None,
+    ) -> None:
         super().__init__()
         self.rotary = RotaryEmbedding(shape)
         self.fc = nn.Linear((num_fused + reads_tokens) * shape.hidden_size, shape.hidden_size, bias=False)
         self.token_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps) if reads_tokens else None
         self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.layers = nn.ModuleList(TrunkLayer(shape) for _ in range(num_layers))
+        self.layers = nn.ModuleList(TrunkLayer(shape, num_key_heads) for _ in range(num_layers))
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):

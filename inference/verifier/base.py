@@ -26,6 +26,7 @@ from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.arguments import checks_arguments
 from inference.bases import load_config, load_model
 from inference.timing import processor_name
+from inference.verifier.int8 import Int8Linear, quantise_layers
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
@@ -115,13 +116,15 @@ class Base(_Sizes):
         """The embedding and the weights of the LM head, which learned drafters use."""
         embedding: Any = self.model.get_input_embeddings()
         head: Any = self.model.get_output_embeddings()
-        is_packed = isinstance(head, PackedLinear) and head.bias is None
+        is_packed = isinstance(head, PackedLinear | Int8Linear) and head.bias is None
         return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
 
     def lend_weights_to(self, drafter: LearnedDrafter) -> None:
         """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
         weights = self.base_weights
-        if weights.packed_head is not None:
+        if isinstance(weights.packed_head, Int8Linear):
+            quantise_layers(drafter, smallest_packed(self.model))
+        elif weights.packed_head is not None:
             pack_weights(drafter, at_first_use=True, smallest=smallest_packed(self.model))
         drafter.to(self.model.device).attach_base_weights(weights)
 
@@ -208,26 +211,32 @@ def load_base(
     prefill_chunk: Annotated[int, Field(ge=0)] = PREFILL_CHUNK,
     bitwise: bool | None = None,
     graphed: bool | None = None,
+    movable: bool = False,
 ) -> Base:
     """Load a frozen base from a folder, a hub id or a GGUF file, or raise ValueError, which says what to do.
 
     Args:
         name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep;
             or a GGUF file, see `data.gguf`.
-        dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
-            (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
+        dtype: Dtype of the weights. ``nf4``, and ``int8`` on a GPU, quantise the linear layers of the decoder layers
+            while loading (bitsandbytes); the others stay in bfloat16. ``int8`` on a CPU quantises the LM head, too, and
+            multiplies integers exactly (`inference.verifier.int8`).
         device: Device to load the base to.
         check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
         packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
         graphed: See `Base`.
+        movable: Whether the base may be moved to another device later; on a CPU, bitsandbytes then quantises it.
     """
     name = str(name)
-    tokenizer, model = load_tokenizer(name), load_model(name, dtype, device)
+    is_exact_int8 = dtype == "int8" and torch.device(device).type == "cpu" and not movable
+    tokenizer, model = load_tokenizer(name), load_model(name, "bfloat16" if is_exact_int8 else dtype, device)
     if is_gguf(name):
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
-    if packed:
+    if is_exact_int8:
+        quantise_layers(model)
+    elif packed:
         pack_weights(model)
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise, graphed)
 

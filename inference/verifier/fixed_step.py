@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.output_capturing import _active_collector
 
+from drafters.nn.anchor_attention import BLOCK, block_mask
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, visible_rows
 from inference.verifier.layers import cache_name, run_base
@@ -24,7 +25,6 @@ IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last
 FLEX = "flex_grouped"  # the name by which transformers finds `attend`
 BACKEND = "inductor"
 FLEX_ON = frozenset(["cuda"])  # devices on which models attend by FlexAttention
-KEY_BLOCK = 128  # keys of a block, which FlexAttention reads or leaves out as a whole
 
 
 def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def run_step(
         for kind, span in spans.items():
             sees = visibility(inputs, kind, span)
             mask = dense_mask(sees, len(slots), length, device)
-            masks[kind] = block_mask(mask, sees, num_folded(model.config)) if is_flex else additive(mask, model.dtype)
+            masks[kind] = sparse_mask(mask, sees, num_folded(model.config)) if is_flex else additive(mask, model.dtype)
         fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, StepCache(views, slots))
         logits, states = run_base(model, fed, None, layers)
     return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
@@ -111,25 +111,11 @@ def additive(is_visible: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill(~is_visible, torch.finfo(dtype).min)[None, None]
 
 
-def block_mask(is_visible: Tensor, sees: Visibility, num_heads: int = 1) -> BlockMask:
-    """The mask for FlexAttention of what rows see (R, C), the rows of ``num_heads`` heads behind each other.
-
-    Blocks of keys that no row sees are not read, and those that all rows see, nearly the whole text, without a mask.
-    """
-    num_rows, length = num_heads * is_visible.shape[0], is_visible.shape[1]
-    blocks = F.pad(is_visible, (0, -length % KEY_BLOCK)).unflatten(1, (-1, KEY_BLOCK))
-    is_read, is_whole = blocks.any(-1).any(0), blocks.all(-1).all(0)
-
-    def listed(flags: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of blocks (1, 1, 1), and their indices (1, 1, 1, blocks) in front of the others."""
-        order = flags.int().argsort(descending=True, stable=True)
-        return flags.sum(dtype=torch.int32)[None, None, None], order.int()[None, None, None]
-
-    partial_blocks, whole_blocks = listed(is_read & ~is_whole), listed(is_whole)
-    query_block = num_rows + -num_rows % KEY_BLOCK
-    return BlockMask.from_kv_blocks(
-        *partial_blocks, *whole_blocks, (query_block, KEY_BLOCK), sees, seq_lengths=(num_rows, length)
-    )
+def sparse_mask(is_visible: Tensor, sees: Visibility, num_heads: int = 1) -> BlockMask:
+    """The mask for FlexAttention of what rows see (R, C), the rows of ``num_heads`` heads behind each other."""
+    num_rows, length = is_visible.shape
+    blocks = F.pad(is_visible, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK))
+    return block_mask(blocks.any(-1).any(0), blocks.all(-1).all(0), sees, num_heads * num_rows, length)
 
 
 # ---- attention without copies of the keys

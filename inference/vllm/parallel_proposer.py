@@ -75,7 +75,7 @@ class SlotCache:
         layer: Any = drafter.trunk.layers[0]
         attention, weight = layer.self_attn, drafter.frame_embedding
         self.num_slots, self.num_layers = num_slots, len(drafter.trunk.layers)
-        shape = self.num_layers, 2, num_slots, attention.num_heads, attention.head_dim
+        shape = self.num_layers, 2, num_slots, attention.num_key_heads, attention.head_dim
         self._rows = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
 
     @property

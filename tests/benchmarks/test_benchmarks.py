@@ -1,20 +1,13 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
-import fcntl
 import json
-import logging
-import re
-import shlex
-import sys
-from importlib import import_module
 
 import pytest
 import torch
 
-from benchmarks import against_transformers, gpu, harness, paper_figures, steps, training_speed
+from benchmarks import against_transformers, harness, paper_figures, steps, training_speed
 from inference.options import QuestionOptions
 from inference.verifier.base import load_base
-from train.cli import parse
 
 
 def rows(markdown):
@@ -71,17 +64,24 @@ def test_a_random_base_is_reproducible_and_varies():
     assert torch.equal(first, again) and first.isfinite().all() and first[0, -1].std() > 0
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
+@pytest.mark.parametrize("is_graphed", [False, True])
+def test_steps_in_small(monkeypatch, tmp_path, is_graphed):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
     out = tmp_path / "out.md"
     sizes = {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(out)}
-    steps.steps(["tiny"], ["float32", "bfloat16"], "cpu", compiled=is_compiled, **sizes)
+    steps.steps(["tiny"], ["float32", "bfloat16"], "cpu", graphed=is_graphed, **sizes)
     table = [row for row in rows(out.read_text()) if row[0] not in ("nodes", "---")]
     assert [row[0] for row in table] == ["0", "1", "5"] * 4
-    assert {len(row) for row in table} == {7 if is_compiled else 4}
+    assert {len(row) for row in table} == {7 if is_graphed else 4}
     assert all(row[2] == "1.00×" for row in table if row[0] == "0")
+
+
+def test_a_step_reads_all_weights_but_the_embedding_and_the_cache():
+    base = harness.random_llama("8b/16", 100, "bfloat16", torch.device("cpu"))
+    head, layer = 100 * 256, 256 * (32 + 2 * 8 + 32) * 8 + 3 * 256 * 896 + 2 * 256
+    weights = head + 32 * layer + 256
+    assert steps.step_bytes(base, context=7) == 2 * (weights + 7 * 32 * 2 * 2 * 32)
+    assert harness.times_bytes(0.5, num_bytes=100, bandwidth=400.0) == "2.00×"
 
 
 def test_the_bushy_tree_contains_the_most_probable_nodes():
@@ -123,40 +123,6 @@ def test_the_figures_of_the_papers_with_the_base_as_its_own_draft_model(tmp_path
     options = QuestionOptions(benchmarks, limit=2)
     found = paper_figures.noise(base, options.select(base, options.load()), 24, counts=(0, 16)).rows
     assert found[0] == ["0", "100.0", "100.0"] and float(found[1][1]) < 100
-
-
-def test_a_part_of_the_gpu_page_that_fails_or_hangs_costs_only_itself(tmp_path):
-    parts = {
-        "fails": (20, f"{sys.executable} -c 'print(1); raise ValueError(\"its cause\")'"),
-        "hangs": (1, "(flock 9; echo waiting; sleep 60) 9> {out}/lock & wait"),
-        "works": (20, "echo >> {out}/runs; printf '\\n## Title\\n\\n| a |'; echo {drafters} {size}"),
-    }
-    trained = tmp_path / "drafters" / "1" / "ctc" / "seed0" / "drafter"
-    trained.mkdir(parents=True)
-    gpu.run(parts, {"size": "tiny"}, tmp_path, 60)
-    with open(tmp_path / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # what a part has started has ended
-    page = (tmp_path / "page.md").read_text()
-    assert re.search(r"failed after \d+ s of at most 20: `ValueError: its cause`\n\n```text\n1\n```\n", page)
-    assert re.search(r"stopped after \d+ s of at most 1\n\n```text\nwaiting\n```\n", page)
-    assert "### Title\n\n| a |--drafter joint --drafter anpd" in page
-    assert f"--drafter ctc={trained} --drafter merged={trained} tiny\n" in page
-    gpu.run(parts, {"size": "tiny"}, tmp_path, 0)
-    again = (tmp_path / "page.md").read_text()
-    assert again.count(" of at most 0\n") == 2 and (tmp_path / "runs").read_text() == "\n"
-
-
-@pytest.mark.parametrize("is_tiny", [False, True])
-def test_the_commands_of_the_gpu_page_exist(is_tiny):
-    sizes = {name: pair[is_tiny] for name, pair in gpu.SIZES.items()}
-    for _, command in gpu.PARTS.values():
-        program, name, *words = shlex.split(command.format(**sizes, out="OUT", drafters="--drafter joint"))
-        if program == "drafters":
-            parse(name, words)
-        elif program == "python":
-            function = getattr(import_module(words[0]), words[0].rpartition(".")[2])
-            with pytest.raises(SystemExit, match="0"):
-                harness.main(function, [*words[1:], "--print_config"])
 
 
 @pytest.mark.slow

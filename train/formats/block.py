@@ -55,6 +55,7 @@ def block_config(drafter: Block, shape: BaseShape, target: Target, mask_token_id
     """
     num_layers = len(drafter.trunk.layers)
     layers = layer_config(shape, num_layers, target.context_length, "qwen3")
+    layers["num_key_value_heads"] = drafter.trunk.layers[0].self_attn.num_key_heads  # type: ignore[union-attr]
     return speculators_config("dspark", "DSparkDraftModel", drafter.num_labels, target) | {
         "transformer_layer_config": layers
         | {"use_sliding_window": False, "layer_types": ["full_attention"] * num_layers},
@@ -143,6 +144,7 @@ def read_block(
         "trunk": {
             "num_frames": num_frames,
             "num_layers": layers.num_layers,
+            "num_key_heads": layers.num_key_value_heads,
             "hidden_layers": checkpoint.check_hidden_layers(fused, base),
             "sample_from_anchor": is_dspark if from_anchor is None else from_anchor,
             "causal": bool(settings.causal if settings.is_causal is None else settings.is_causal),
@@ -161,7 +163,7 @@ def read_block(
     trunk: dict[str, Tensor] = {}
     for prefix in ("fc.", "hidden_norm.", "norm.", "layers."):
         trunk |= {prefix + name: weight for name, weight in checkpoint.take_all(prefix).items()}
-    weights |= {f"trunk.{name}": weight for name, weight in layers.expand(trunk).items()}
+    weights |= {f"trunk.{name}": weight for name, weight in trunk.items()}
     return PublicDrafter("drafters.Block", init_args, layers.shape, weights, left_out)
 
 

@@ -111,12 +111,16 @@ def test_the_blocks_for_flex_attention_show_what_the_dense_mask_shows_and_are_no
 ):
     mask = cache_mask(first, length, 12, 5 * BLOCK, causal)
     dense, blocks, shown = mask.dense(), mask.sparse(), torch.zeros(12, 5 * BLOCK, dtype=torch.bool)
-    read = blocks.kv_indices[0, 0, 0, : blocks.kv_num_blocks.item()].tolist()
+    masked = blocks.kv_indices[0, 0, 0, : blocks.kv_num_blocks.item()].tolist()
+    whole = blocks.full_kv_indices[0, 0, 0, : blocks.full_kv_num_blocks.item()].tolist()
     places, zero = torch.arange(5 * BLOCK).unflatten(0, (5, BLOCK)), torch.tensor(0)
-    for place in places[read].flatten():
+    for place in places[masked].flatten():
         shown[:, place] = blocks.mask_mod(zero, zero, torch.arange(12), place)
+    shown[:, places[whole].flatten()] = True
     assert torch.equal(shown, dense)
-    assert sorted(read) == dense.unflatten(1, (5, BLOCK)).any(-1).any(0).nonzero().flatten().tolist()
+    seen = dense.unflatten(1, (5, BLOCK))
+    assert sorted([*masked, *whole]) == seen.any(-1).any(0).nonzero().flatten().tolist()
+    assert sorted(whole) == [block for block in range(5) if (block + 1) * BLOCK <= length and seen[:, block].all()]
 
 
 @pytest.mark.slow

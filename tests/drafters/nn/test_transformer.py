@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from drafters.nn.anchor_attention import AnchorMask
 from drafters.nn.draft_cache import DraftCache
-from drafters.nn.transformer import RMSNorm, RotaryEmbedding
+from drafters.nn.transformer import RMSNorm, RotaryEmbedding, Trunk
 from drafters.protocol import BaseShape
 
 SIZES = {"hidden_size": 64, "vocab_size": 9, "num_layers": 1, "num_heads": 1, "head_dim": 64, "intermediate_size": 8}
@@ -62,3 +63,25 @@ def test_the_draft_cache_grows_beyond_its_first_capacity():
             for got, expected in zip(cache.read()[layer], zip(*held[layer], strict=True), strict=True):
                 assert torch.equal(got, torch.cat(expected, -2))
     assert cache.length == 2061
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("num_key_heads", [1, 2, 3])
+@torch.no_grad()
+def test_heads_that_share_keys_are_heads_with_equal_keys_under_every_form_of_mask(num_key_heads):
+    shape = BaseShape(**SIZES | {"num_heads": 6, "head_dim": 8})
+    grouped, whole = Trunk(shape, 1, 1, num_key_heads=num_key_heads), Trunk(shape, 1, 1)
+    weights = grouped.state_dict()
+    for name in ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"):
+        heads = weights[name].unflatten(0, (num_key_heads, -1))
+        weights[name] = heads.repeat_interleave(6 // num_key_heads, 0).flatten(0, 1)
+    whole.load_state_dict(weights)
+    hidden, frames = torch.randn(2, 9, 64), torch.randn(2, 6, 64)
+    anchors = torch.tensor([[4, 8], [1, 6]])
+    places = (anchors[..., None] + torch.arange(3)).flatten(1)
+    mask = AnchorMask(anchors, 3, 9, causal=False)
+    for form in (mask.dense(), mask.pieces(), mask.sparse()):
+        context = grouped.context(hidden, torch.arange(9)[None])
+        assert context[0][0].shape[1] == num_key_heads
+        expected = whole(frames, places, whole.context(hidden, torch.arange(9)[None]), mask.dense())
+        torch.testing.assert_close(grouped(frames, places, context, form), expected, rtol=0, atol=1e-5)

@@ -20,7 +20,7 @@ from inference.generation import acquire_runner, generate, stream
 from inference.options import ModelOptions
 from inference.speculation import Speculation
 from inference.verifier import fixed_step, graphed
-from inference.verifier.fixed_step import attend, block_mask, dense_mask, step_inputs, visibility
+from inference.verifier.fixed_step import attend, dense_mask, sparse_mask, step_inputs, visibility
 from inference.verifier.graphed import GraphRunner, make_runner
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
@@ -123,7 +123,7 @@ def test_flex_attention_computes_what_a_dense_mask_gives(flex_on_cpu, num_heads,
     key, value = (torch.randn(1, num_key_heads, length, 16, generator=generator) for _ in range(2))
     expected = scaled_dot_product_attention(query, key, value, is_visible, enable_gqa=True).transpose(1, 2)
     model = type("Config", (), {"num_attention_heads": num_heads, "num_key_value_heads": num_key_heads})
-    mask = block_mask(is_visible, sees, fixed_step.num_folded(model))
+    mask = sparse_mask(is_visible, sees, fixed_step.num_folded(model))
     assert mask.full_kv_num_blocks.item() == (3 if kind == "full_attention" else 1)
     result, _ = attend(torch.nn.Identity().eval(), query, key, value, mask)
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)

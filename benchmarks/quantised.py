@@ -1,0 +1,128 @@
+"""A base in 8 bits on a CPU beside bfloat16: how well it predicts texts, and the time of a decoding step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import ResultTable, alternate, main, num_millions, show
+from benchmarks.steps import bushy, prefill, step_seconds
+from data.conversations import load_conversations
+from data.rows import tokenise
+from inference.runs import progress_bars
+from inference.verifier.base import Base, load_base, prepare_process
+from inference.verifier.graphed import make_runner
+
+REFERENCE, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
+MAX_LENGTH, NUM_WARM_UP, CONTEXT = 512, 3, 256
+
+
+def quantised(
+    base: str,
+    files: list[str] = [],  # noqa: B006
+    tokens: int = 20_000,
+    template: str = "tokenizer",
+    rows: list[int] = [1, 4, 8, 16],  # noqa: B006
+    repeats: int = 30,
+    threads: int = 1,
+    out: str | None = None,
+) -> None:
+    """Compare a base in int8 and in bfloat16, with packed weights, on this CPU.
+
+    Args:
+        base: Folder, hub id or GGUF file of the base.
+        files: Conversations on which both are compared with float32, each file on its own.
+        tokens: Number of tokens of each file that are predicted.
+        template: Template of the conversations.
+        rows: Numbers of rows of the steps that are timed, the root included; none for no times.
+        repeats: Timed steps of each number of rows; the two bases alternate.
+        threads: Number of threads.
+        out: Markdown file to write the tables to.
+    """
+    if tokens < 1 or repeats < 2 or threads < 1 or any(number < 1 for number in rows):
+        raise ValueError("tokens, threads and rows must be at least 1, and repeats at least 2")
+    torch.set_num_threads(threads)
+    prepare_process(sums_alike=True)
+    bases = {BFLOAT16: load_base(base, "bfloat16", packed=True), INT8: load_base(base, "int8")}
+    title, tables = f"{base} ({num_millions(bases[BFLOAT16])})", []
+    if files:
+        reference = replace(bases[BFLOAT16], model=load_base(base, "float32").model)
+        tables.append(_quality(title, {REFERENCE: reference, **bases}, files, tokens, template))
+    if rows:
+        tables.append(_steps(title, bases, rows, repeats))
+    show(tables, torch.device("cpu"), out)
+
+
+@torch.inference_mode()
+def _quality(title: str, bases: dict[str, Base], files: list[str], tokens: int, template: str) -> ResultTable:
+    headings = ["text", "dtype", "perplexity", "/ float32's", "KL from float32", "same first token"]
+    table = ResultTable(f"Quality of {title}", headings)
+    tokenizer = bases[INT8].tokenizer
+    for file in files:
+        conversations, _ = load_conversations([file])
+        texts = tokenise(conversations, tokenizer, template, MAX_LENGTH)
+        sums = {name: torch.zeros(3, dtype=torch.float64) for name in bases}
+        count = 0
+        with progress_bars(transient=True) as progress:
+            task = progress.add_task(file, total=tokens)
+            for row in texts:
+                ids = torch.tensor([row["input_ids"]])
+                log_probs = {name: _log_probs(each, ids) for name, each in bases.items()}
+                expected, following = log_probs[REFERENCE], ids[0, 1:]
+                for name, each in log_probs.items():
+                    sums[name] += torch.stack(
+                        [
+                            -each.gather(1, following[:, None]).sum(),
+                            (expected.exp() * (expected - each)).sum(),
+                            (expected.argmax(-1) == each.argmax(-1)).sum(),
+                        ]
+                    )
+                count += len(following)
+                progress.advance(task, len(following))
+                if count >= tokens:
+                    break
+        perplexity = {name: (total[0] / count).exp().item() for name, total in sums.items()}
+        for name, (_, divergence, same) in sums.items():
+            ratio = perplexity[name] / perplexity[REFERENCE]
+            cells = [f"{perplexity[name]:.3f}", f"{ratio:.4f}", f"{divergence / count:.5f}", f"{same / count:.1%}"]
+            table.rows.append([f"{file.rsplit('/', 1)[-1]}, {count:,} tokens", name, *cells])
+    table.notes.append(f"Conversations are cut at {MAX_LENGTH} tokens; all of their tokens are predicted.")
+    return table
+
+
+def _log_probs(base: Base, ids: Tensor) -> Tensor:
+    """Log-probabilities (S - 1, V) of the next tokens of a text (1, S)."""
+    return base.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def _steps(title: str, bases: dict[str, Base], rows: list[int], repeats: int) -> ResultTable:
+    runners = {name: make_runner(base) for name, base in bases.items()}
+    trees = {number: bushy(number - 1, bases[INT8].config.vocab_size) for number in rows}
+    seconds: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(runners, trees)}
+    for runner in runners.values():
+        prefill(runner, CONTEXT, max(rows))
+    for (name, number), _ in product(seconds, range(NUM_WARM_UP)):
+        step_seconds(runners[name], trees[number], CONTEXT)
+    for _, _, (name, number) in alternate(list(seconds), 1, repeats, title):
+        seconds[name, number].append(step_seconds(runners[name], trees[number], CONTEXT))
+    table = ResultTable(f"Steps of {title}", ["rows", "bfloat16, ms", "int8, ms", "int8 / bfloat16", "least, ms"])
+    for number in rows:
+        wide, narrow = seconds[BFLOAT16, number], seconds[INT8, number]
+        ratio = median(one / other for one, other in zip(narrow, wide, strict=True))
+        least = f"{1e3 * min(wide):.1f}, {1e3 * min(narrow):.1f}"
+        cells = [f"{1e3 * median(wide):.1f}", f"{1e3 * median(narrow):.1f}", f"{ratio:.2f}", least]
+        table.rows.append([str(number), *cells])
+    multiples = ", ".join(f"{name} {runner.row_multiple}" for name, runner in runners.items())
+    table.notes.append(
+        f"{repeats} repeats, all arms alternate; medians, and the least of both. Bit-identical rows in multiples of: "
+        f"{multiples}. {CONTEXT} cached tokens."
+    )
+    return table
+
+
+if __name__ == "__main__":
+    main(quantised)

@@ -1,6 +1,5 @@
 """Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -168,7 +167,7 @@ class ParallelDrafter(CachingDrafter):
         if trunk.copy and loss.distillation:
             raise ValueError("distillation knows no copies: leave it out, or set copy to false")
         self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None
-        self.num_found, self._text = (1 + trunk.num_frames) * trunk.lookup, array("q")  # the text, for the lookup
+        self.num_found = (1 + trunk.num_frames) * trunk.lookup
         num_drafted = trunk.draft_vocab_size
         self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, self.has_blank, num_drafted)
         add_draft_tokens(self, num_drafted, base.vocab_size)
@@ -218,10 +217,10 @@ class ParallelDrafter(CachingDrafter):
             frames = torch.cat([root, masked], dim=-2)
         return frames if roots.passages is None else frames + roots.passages.additions(embedding).to(frames.dtype)
 
-    def _mask(self, roots: Roots, context: Context, window: int | None = None) -> AnchorMask:
-        """What the frames of some roots may attend to, by default in the drafter's own window."""
-        window = self.draft_options.window if window is None else window
-        return AnchorMask(roots.anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
+    def _mask(self, roots: Roots, context: Context) -> AnchorMask:
+        """What the frames of some roots may attend to."""
+        num_context, window = context[0][0].shape[-2], self.draft_options.window
+        return AnchorMask(roots.anchors, self.num_frames, num_context, self.causal, window)
 
     # ---- from frames to trees
 
@@ -307,24 +306,15 @@ class ParallelDrafter(CachingDrafter):
 
     # ---- drafting
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        super().begin(prompt)
-        self._text = array("q")
-
-    def rewind(self, length: int) -> None:
-        super().rewind(length)
-        del self._text[length:]
-
     def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
         here = None if tokens is None else tokens[:, :-1]
         return self.context(hidden, positions, here, base_weights.embedding)
 
-    def found_in(self, text: Sequence[int]) -> np.ndarray | None:
-        """What the lookup finds, if there is one."""
-        if self.lookup is None:
-            return None
-        self._text.extend(text[len(self._text) :])  # only what is new is copied
-        return self.lookup.find_on_host(np.frombuffer(self._text, np.int64)[None], np.array([[len(text) - 1]]))[0, 0]
+    def found_in(self, text: Sequence[int]) -> np.ndarray:
+        assert self.lookup is not None
+        known = self._cache.text
+        known.extend(text[len(known) :])  # only what is new is copied
+        return self.lookup.find_on_host(np.frombuffer(known, np.int64)[None], np.array([[len(text) - 1]]))[0, 0]
 
     def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
         return self.table(*self.frames_below(context, root, base_weights), base_weights)
@@ -338,7 +328,7 @@ class ParallelDrafter(CachingDrafter):
         if root.first is not None:
             mask = CacheMask(root.first[0], root.position[0], self.num_frames, num_keys, self.causal)
         elif self.causal:
-            mask = self._mask(roots, context, window=0).dense()
+            mask = AnchorMask(root.position, self.num_frames, num_keys, causal=True).dense()
         return self.frames(context, roots, base_weights.embedding, mask)[:, 0], roots
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The KV cache of a draft module, the drafters that have one, and their drafts in CUDA graphs."""
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class DraftCache:
         self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
         self._buffers: Context = self._fixed or []
         self._observed: list[Tensor] = []
+        self.text = array("q")  # the tokens, as far as a drafter has put them here
 
     def observe(self, hidden: Tensor) -> None:
         """Keep the base's hidden states (n, F * D) of new positions until a draft needs their keys and values."""
@@ -66,6 +68,7 @@ class DraftCache:
         num_dropped = max(0, self.length - (length - 1))
         self.length -= num_dropped
         self.num_held = max(0, self.num_held - num_dropped)
+        del self.text[length:]
         if self._observed:
             self._observed = [torch.cat(self._observed)[: max(0, length - 1 - self.length)]]
 
@@ -171,9 +174,9 @@ class CachingDrafter(LearnedDrafter):
     ) -> Callable[[Tensor], list[DraftTree]]:
         """Read a text as for `draft_at`, and return what drafts the trees at some anchors (A,), none of them 0."""
 
-    def found_in(self, text: Sequence[int]) -> np.ndarray | None:
-        """What the host finds in a text for the draft."""
-        return None
+    def found_in(self, text: Sequence[int]) -> np.ndarray:
+        """What the host finds in a text for the draft, if ``num_found`` is not 0."""
+        raise NotImplementedError
 
     # ---- decoding
 
@@ -201,9 +204,8 @@ class CachingDrafter(LearnedDrafter):
         in_graph = self._graph is not None and is_observed and len(limits.eos) <= NUM_ENDS
         if hidden is not None and not (in_graph and num_new <= NUM_ROWS):
             positions = torch.arange(start, start + num_new, device=hidden.device)[None]
-            tokens: Tensor | None = None
-            if self.reads_tokens:
-                tokens = torch.tensor([seq[start : start + num_new + 1]], device=hidden.device)
+            text = seq[start : start + num_new + 1]
+            tokens = torch.tensor([text], device=hidden.device) if self.reads_tokens else None
             cache.append(self.cached(hidden[None], positions, tokens, self.base_weights))
             hidden = None
         if not cache.num_held and hidden is None:
@@ -222,7 +224,7 @@ class CachingDrafter(LearnedDrafter):
         # Filled on the device: copying a number there would wait for all kernels that are queued.
         device = context[0][0].device
         position, token = (torch.full((1, 1), number, device=device) for number in (self._cache.length, seq[-1]))
-        found = None if (numbers := self.found_in(seq)) is None else torch.from_numpy(numbers).to(device)
+        found = torch.from_numpy(self.found_in(seq)).to(device) if self.num_found else None
         return Root(position, token, found, limits.eos, limits.max_depth)
 
     # ---- decoding in a CUDA graph
@@ -284,8 +286,8 @@ class CachingDrafter(LearnedDrafter):
         ends[:] = start, cache.length, cache.first, seq[-1]
         tokens[: len(seq) - start] = seq[start:]
         eos[:] = [*limits.eos, *[-1] * (NUM_ENDS - len(limits.eos))]
-        if (numbers := self.found_in(seq)) is not None:
-            found[:] = numbers
+        if self.num_found:
+            found[:] = self.found_in(seq)
         self._host.send()
         self.draft_forwards += self.num_passes
         return self.trees_from(graph().on_host(), limits)[0]

@@ -15,14 +15,12 @@ FeedBeam = Callable[[Tensor, Tensor], Tensor]
 """Feeds the tokens (A, W) of the next beam, each below a slot (A, W) of the previous one; returns logits (A, W, V)."""
 
 
-def grow(
-    logits: Tensor, feed: FeedBeam, width: int, top_k: int, max_depth: int, eos: Collection[int] | Tensor
-) -> Table:
+def grow(logits: Tensor, feed: FeedBeam, width: int, top_k: int, depth: int, eos: Collection[int] | Tensor) -> Table:
     """The nodes that are found by expanding the most probable ones at each level (EAGLE-2, section 4).
 
     The score of a node is the probability of its path. At each level the ``width`` best nodes get ``top_k`` children
     each, except below an end-of-sequence token. All of this runs on the device. Takes logits (A, V) at A roots, and
-    what runs the draft module on the next level, of which there are ``max_depth``. Returns for each level its N nodes
+    what runs the draft module on the next level, of which there are ``depth``. Returns for each level its N nodes
     (A, N, 3): the index of the parent among all nodes, the token, and the logarithm of the score.
     """
     beam = torch.full((len(logits), 1), ROOT, device=logits.device)  # the nodes that are expanded
@@ -35,7 +33,7 @@ def grow(
         tokens, parents = best.indices.flatten(1), beam[..., None].expand_as(best.indices).flatten(1)  # (A, W * k)
         path_scores = (scores[..., None] + best.values.clamp(max=0)).flatten(1)
         levels.append(torch.stack([parents, tokens, path_scores], dim=-1))
-        if len(levels) == max_depth:
+        if len(levels) == depth:
             return Table.of(levels, torch.float64)
         expandable = path_scores
         if isinstance(eos, Tensor):
@@ -49,11 +47,12 @@ def grow(
         logits = feed(tokens.gather(1, index), index // best.indices.shape[-1])
 
 
-def best_nodes(
-    levels: Sequence[np.ndarray], limits: Limits, num_nodes: int, min_probability: float = 0.0
-) -> list[DraftTree]:
-    """The trees of the best nodes that `grow` found for each root: a child is never more probable than its parent."""
-    floor, num_nodes = log(min_probability) if min_probability > 0 else -inf, min(num_nodes, limits.max_nodes)
+def best_nodes(levels: Sequence[np.ndarray], limits: Limits, num_nodes: int, least: float = 0.0) -> list[DraftTree]:
+    """The trees of the best nodes that `grow` found for each root: a child is never more probable than its parent.
+
+    Nodes whose probability is below the ``least`` are left out.
+    """
+    floor, num_nodes = log(least) if least > 0 else -inf, min(num_nodes, limits.max_nodes)
     nodes = np.concatenate(levels[: limits.max_depth], 1).transpose(0, 2, 1)  # (A, 3, N)
     return [_best_nodes(parents, tokens, scores, num_nodes, floor) for parents, tokens, scores in nodes]
 

@@ -31,15 +31,23 @@ class AnchorMask:
     causal: bool = False  # whether a frame attends only to itself and to earlier frames of its block
     window: int = 0  # number of context positions that a frame attends to; 0 for all of them
 
-    def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether frame ``query`` (of A * T) may attend to key ``key`` (of S + A * T); the three broadcast."""
-        key_frame, frames = key - self.num_context, self.num_frames
-        anchor = self.anchors[batch, query // frames]
-        before = (key < self.num_context) & (key < anchor)
-        if self.window:
-            before = before & (key >= anchor - self.window)
-        block = (key_frame >= 0) & (torch.div(key_frame, frames, rounding_mode="floor") == query // frames)
-        return before | (block & (key_frame <= query) if self.causal else block)
+    def rule(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Whether, given batch, head, frame (of A * T) and key (of S + A * T), the frame may attend to the key.
+
+        The four broadcast. Only tensors are read, see `CacheMask.rule`.
+        """
+        sizes = self.num_frames, self.num_context, self.window or self.num_context
+        frames, context, window = (torch.full((), size, device=self.anchors.device) for size in sizes)
+        anchors, causal = self.anchors, self.causal
+
+        def allows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            key_frame, block = key - context, torch.div(query, frames, rounding_mode="floor")
+            anchor = anchors[batch, block]
+            before = (key < context) & (key < anchor) & (key >= anchor - window)
+            own = (key_frame >= 0) & (torch.div(key_frame, frames, rounding_mode="floor") == block)
+            return before | (own & (key_frame <= query) if causal else own)
+
+        return allows
 
     def dense(self) -> Tensor:
         """The mask as a tensor, (B, 1, A * T, S + A * T) bool."""
@@ -47,7 +55,7 @@ class AnchorMask:
         batch = torch.arange(len(self.anchors), device=device)[:, None, None, None]
         query = torch.arange(num_queries, device=device)[:, None]
         key = torch.arange(self.num_context + num_queries, device=device)
-        return self.allows(batch, query, key)
+        return self.rule()(batch, batch, query, key)
 
     def pieces(self, num_anchors: int = 16) -> Pieces:
         """The mask cut into pieces of a few anchors: most of it is false, and those keys need not be multiplied."""
@@ -63,7 +71,7 @@ class AnchorMask:
         """The mask for FlexAttention, which skips blocks that no frame attends to."""
         num_queries = self.anchors.shape[1] * self.num_frames
         return create_block_mask(
-            lambda batch, head, query, key: self.allows(batch, query, key),
+            self.rule(),
             B=len(self.anchors),
             H=None,
             Q_LEN=num_queries,

@@ -137,3 +137,17 @@ def test_compiled_flex_attention_in_caches_of_several_sizes_equals_attention_wit
         with torch.inference_mode():
             compiled = anchor_attention._compiled()(*inputs, block_mask=mask.sparse())
         torch.testing.assert_close(compiled, attend(*inputs, mask), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+@pytest.mark.parametrize(("window", "causal"), [(0, False), (70, True)])
+def test_compiled_flex_attention_of_several_batches_equals_attention_with_the_dense_mask(window, causal):
+    for num_anchors, num_frames, num_context in ((3, 4, 130), (5, 4, 257), (4, 7, 300)):
+        anchors = torch.randint(1, num_context, (2, num_anchors))
+        mask = AnchorMask(anchors, num_frames, num_context, causal, window)
+        num_queries = num_anchors * num_frames
+        inputs = [torch.randn(2, 2, size, 64) for size in (num_queries, *[num_context + num_queries] * 2)]
+        with torch.inference_mode():
+            compiled = anchor_attention._compiled()(*inputs, block_mask=mask.sparse())
+        torch.testing.assert_close(compiled, attend(*inputs, mask.dense()), rtol=1e-4, atol=1e-5)

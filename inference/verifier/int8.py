@@ -6,7 +6,9 @@ one scale for each output, and a token one for its activations, which are intege
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from inference.verifier.packed import large_layers
 
 ZERO = 128  # what stands for 0 in the uint8 rows
+TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # names of layers that read the same states
 LARGEST, LOW = 127, 254  # the largest value of a row, and the steps of the low row in one of the high row
 
 
@@ -66,6 +69,24 @@ class Int8Linear(nn.Module):
         result = np.empty((len(activations), self.out_features), np.float32)
         _combine(products.numpy(), scale, self._bias, result)
         return torch.from_numpy(result).to(input.dtype).unflatten(0, input.shape[:-1])
+
+
+class JoinedLinear(nn.Module):
+    """One of several layers that read the same states one after the other, and are multiplied with them together."""
+
+    def __init__(self, joined: Int8Linear, columns: slice, results: dict[str, Any]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = joined.in_features, columns.stop - columns.start
+        self._joined, self._columns = [joined], columns  # a list, as this layer does not own it
+        self._results = results  # of the latest states, of all these layers
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply tokens (..., in) by the weights: (..., out)."""
+        latest, result = self._results.get("latest", (None, None))
+        if latest is None or latest() is not input:  # another thread may run the model with other states
+            result = self._joined[0](input)
+            self._results["latest"] = ref(input), result
+        return result[..., self._columns]
 
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +147,29 @@ def quantise_layers(model: nn.Module, smallest: int = 0) -> int:
         raise ValueError("this processor has no exact products of integers (AVX-512 VNNI or AVX-VNNI): take bfloat16")
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     layers = large_layers(model, smallest)
-    for parent, name in layers:
-        linear = getattr(parent, name)
-        setattr(parent, name, Int8Linear(linear, is_head=linear is head))
+    for parent in dict.fromkeys(parent for parent, _ in layers):
+        names = [name for each, name in layers if each is parent]
+        for together in TOGETHER:
+            if set(together) <= {*names}:
+                _join(parent, together)
+        for name in names:
+            if type(linear := getattr(parent, name)) is nn.Linear:
+                setattr(parent, name, Int8Linear(linear, is_head=linear is head))
     return len(layers)
+
+
+def _join(parent: nn.Module, names: Sequence[str]) -> None:
+    """Multiply layers with these names together."""
+    linears = [getattr(parent, name) for name in names]
+    with torch.device("meta"):  # the weights follow
+        joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears))
+    joined.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
+    biases = [
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
+    ]
+    joined.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+    layer, results, start = Int8Linear(joined), dict[str, Any](), 0
+    for name, linear in zip(names, linears, strict=True):
+        end = start + linear.out_features
+        setattr(parent, name, JoinedLinear(layer, slice(start, end), results))
+        start = end

@@ -14,7 +14,7 @@ from inference.options import ModelOptions
 from inference.verifier import int8, packed
 from inference.verifier.base import load_base
 from inference.verifier.graphed import make_runner
-from inference.verifier.int8 import Int8Linear, quantise, quantise_layers
+from inference.verifier.int8 import Int8Linear, JoinedLinear, quantise, quantise_layers
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from tests.inference.verifier.oracles import prompt_of
@@ -78,6 +78,17 @@ def test_large_activations_of_one_token_leave_the_others_as_they_are():
     torch.testing.assert_close(layer(torch.zeros(1, 64))[0], layer.bias.float())
 
 
+def test_layers_that_read_the_same_states_give_what_each_gives_alone():
+    attention = torch.nn.Module()
+    for name, size, bias in (("q_proj", 48, True), ("k_proj", 16, False), ("v_proj", 16, True)):
+        setattr(attention, name, make_layer(64, size, bias)[0])
+    alone = {name: Int8Linear(layer) for name, layer in attention.named_children()}
+    assert quantise_layers(attention) == 3 and {type(each) for each in attention.children()} == {JoinedLinear}
+    for tokens in (torch.randn(1, 5, 64), torch.randn(1, 1, 64), torch.randn(1, 5, 64)):
+        for name in ("q_proj", "k_proj", "v_proj", "k_proj"):
+            assert torch.equal(getattr(attention, name)(tokens), alone[name](tokens))
+
+
 @pytest.fixture
 def base(make_base):
     plain = make_base(dtype=torch.bfloat16, predictable=True)
@@ -104,7 +115,7 @@ def test_a_learned_drafter_multiplies_its_large_layers_in_8_bits(base, kind, mon
     checkpoint.save(tmp_path, config.build(), config)
     runner = make_runner(base)
     drafter = make(f"{kind.lower()}={tmp_path}", runner)
-    assert any(isinstance(module, Int8Linear) for module in drafter.modules())
+    assert any(isinstance(module, Int8Linear | JoinedLinear) for module in drafter.modules())
     assert isinstance(drafter.base_weights.packed_head, Int8Linear)
     prompt = prompt_of(17)
     assert (

@@ -36,7 +36,8 @@ class AnchorMask:
 
         The four broadcast. Only tensors are read, see `CacheMask.rule`.
         """
-        sizes = self.num_frames, self.num_context, self.window or self.num_context
+        unlimited = 2**62  # more than the context, as an anchor may lie behind what is kept of a text
+        sizes = self.num_frames, self.num_context, self.window or unlimited
         frames, context, window = (torch.full((), size, device=self.anchors.device) for size in sizes)
         anchors, causal = self.anchors, self.causal
 

@@ -125,7 +125,7 @@ def refusal(path, load=load_base, *options):
 def test_what_cannot_be_read_of_gguf_is_refused_in_one_line(write, tmp_path, monkeypatch):
     path = write()
     content = path.read_bytes()
-    assert "loaded in float32, bfloat16 or float16" in refusal(path, load_base, "int8")
+    assert "loaded in float32, bfloat16 or float16" in refusal(path, load_base, "nf4")
     assert f"save {path} as a folder" in refusal(path, make_launch, None)
     for size in (20, 300, len(content) // 2, len(content) - 40):
         path.write_bytes(content[:size])

@@ -182,6 +182,14 @@ def block_mask(
     return BlockMask.from_kv_blocks(*partial, *whole, sizes, rule, seq_lengths=(num_queries, num_keys))
 
 
+def flex_options(num_rows: int) -> dict[str, int]:
+    """Sizes for FlexAttention's kernel of a few queries, from the rows that share a key head.
+
+    By default all are in one tile, which is too large for a block of 128 queries, and for the registers before that.
+    """
+    return {"BLOCK_M": min(64, max(16, 1 << (num_rows - 1).bit_length())), "num_warps": 4}
+
+
 Mask = Tensor | BlockMask | Pieces | CacheMask | None
 
 
@@ -203,8 +211,11 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
         num_shared = queries.shape[1] // keys.shape[1]
         if num_shared & (num_shared - 1):  # FlexAttention groups heads in powers of 2
             keys, values = keys.repeat_interleave(num_shared, 1), values.repeat_interleave(num_shared, 1)
-        is_grouped = queries.shape[1] != keys.shape[1]
-        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask, enable_gqa=is_grouped)
+        num_shared = queries.shape[1] // keys.shape[1]
+        options: dict[str, Any] = {"block_mask": mask, "enable_gqa": num_shared > 1}
+        if queries.is_cuda and queries.shape[-2] < BLOCK:
+            options["kernel_options"] = flex_options(num_shared * queries.shape[-2])
+        return flex(queries.to(dtype), keys.to(dtype), values, **options)
     return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=queries.shape[1] != keys.shape[1])
 
 

@@ -1,5 +1,6 @@
 """The KV cache of a draft module, the drafters that have one, and their drafts in CUDA graphs."""
 
+import sys
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Sequence
@@ -102,6 +103,11 @@ class DraftCache:
             new[..., :num_kept, :] = old[..., self.num_held - num_kept : self.num_held, :]
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether all positions are in the buffers that the cache was given."""
+        return self._buffers is self._fixed
+
+    @property
     def first(self) -> int:
         """The first of the positions in the buffers that a draft may attend to."""
         return max(0, self.num_held - self.window) if self.window else 0
@@ -148,6 +154,7 @@ class CachingDrafter(LearnedDrafter):
     num_slots = 0  # positions behind the text in which a draft in a CUDA graph keeps keys and values of its own
     _graph: Graph[Table] | None = None
     _num_positions = 0  # of a text in a CUDA graph; 0 for none
+    _cannot_be_captured = False  # found out once
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
@@ -201,7 +208,7 @@ class CachingDrafter(LearnedDrafter):
         start, num_new = cache.length, 0 if hidden is None else len(hidden)
         # After a rewind there may be decided tokens whose states the base has not returned yet.
         is_observed = len(seq) == start + num_new + 1 <= self._num_positions + 1
-        in_graph = self._graph is not None and is_observed and len(limits.eos) <= NUM_ENDS
+        in_graph = self._graph is not None and cache.is_in_place and is_observed and len(limits.eos) <= NUM_ENDS
         if hidden is not None and not (in_graph and num_new <= NUM_ROWS):
             positions = torch.arange(start, start + num_new, device=hidden.device)[None]
             text = seq[start : start + num_new + 1]
@@ -244,7 +251,7 @@ class CachingDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        if self.samples_drafts:
+        if self.samples_drafts or self._cannot_be_captured:
             return
         weights = self.base_weights
         assert weights is not None, "attach_base_weights() comes before draft_in_graph()"
@@ -273,7 +280,14 @@ class CachingDrafter(LearnedDrafter):
 
         self._numbers[0][1] = 1  # at least one position is cached
         inputs.send()
-        self._graph = Graph(draft, device)
+        try:
+            self._graph = Graph(draft, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of torch's compilers, too
+            self._cannot_be_captured = True
+            reason = " ".join(str(error).split())[:200]
+            print(f"the draft of {type(self).__name__} is no CUDA graph, which takes longer: {reason}", file=sys.stderr)
 
     def _replay(self, hidden: Tensor | None, seq: Sequence[int], limits: Limits) -> DraftTree:
         """Draft in the graph, which also takes over the hidden states (n, F * D) of new positions."""

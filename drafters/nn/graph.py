@@ -1,9 +1,11 @@
 """CUDA graphs: what a GPU computes from tensors at fixed addresses, launched as one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -28,17 +30,25 @@ class Graph(Generic[T]):
 
 @torch.inference_mode()
 def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Capture a function in a CUDA graph, and return what replays it and returns the same tensors again."""
+    """Capture a function in a CUDA graph, and return what replays it and returns the same tensors again.
+
+    Raises RuntimeError if the function waits for the device, before a capture that it would end in a state from which
+    torch does not recover.
+    """
     if device.type != "cuda":
         return function
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    (stream, first), current = _capturing(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(NUM_WARM_UP):
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        for _ in range(NUM_WARM_UP - 1):
+            function()
+        with _without_waiting():
             function()
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool(device)):
+    # Other threads, of a server say, may allocate meanwhile.
+    options: dict[str, Any] = {"pool": first.pool(), "stream": stream, "capture_error_mode": "thread_local"}
+    with torch.cuda.device(device), torch.cuda.graph(graph, **options):
         results = function()
 
     def replay() -> Any:
@@ -49,9 +59,27 @@ def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], 
 
 
 @cache
-def _memory_pool(device: torch.device) -> Any:
-    """The memory of all graphs of a device: one runs at a time, so they share what they need while they run."""
-    return torch.cuda.graph_pool_handle()
+def _capturing(device: torch.device) -> tuple[Any, Any]:
+    """The stream of a device on which graphs are captured, and a first graph, whose memory all others share.
+
+    One graph runs at a time, so what each needs while it runs may be the same memory; it is kept as long as this graph.
+    Its name is valid only while a graph uses it, so this one is never dropped.
+    """
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+        torch.zeros(1, device=device)
+    return stream, graph
+
+
+@contextmanager
+def _without_waiting() -> Iterator[None]:
+    """Let what waits for the device raise RuntimeError inside the ``with`` block."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class HostBuffer:
@@ -64,10 +92,19 @@ class HostBuffer:
 
     def __init__(self, *shape: int, device: torch.device) -> None:
         self.host = torch.zeros(shape, dtype=torch.long, pin_memory=device.type == "cuda")
-        self.numbers = self.host.numpy()
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self.device = self.host if device.type == "cpu" else self.host.to(device)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The integers on the host, which the last copy has read by now, to be changed."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return self.host.numpy()
 
     def send(self) -> None:
         """Copy the numbers to the device, behind the work that is queued there."""
         if self.device is not self.host:
             self.device.copy_(self.host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self.device.device))

@@ -231,6 +231,7 @@ def answer_question(
 
     def write(messages: list[Message], prompt: list[int]) -> tuple[Turn, bool]:
         tokens, steps = list[int](), list[Step]()
+        session.prepare(prompt, max_new_tokens)
         started, marks = time.perf_counter(), [time.thread_time()]
         for emitted, step in session.decode(prompt, max_new_tokens, base.eos):
             marks.append(time.thread_time())

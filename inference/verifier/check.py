@@ -83,7 +83,9 @@ def model_state(model: Any) -> int:
     modules = []
     for module in model.modules():
         hooks = (*module._forward_hooks, *module._forward_pre_hooks)  # numbers that are never used again
-        places = [(weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None]
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        # CUDA graphs read the weights where they were.
+        places = [(each.dtype, each.device, each.data_ptr() if each.is_cuda else 0) for each in weights]
         modules.append((type(module), module.training, hooks, id(vars(module).get("forward")), *places))
         if hasattr(type(module), "adapter_layer_names"):  # a layer of peft
             modules.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters))

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils.output_capturing import _active_collector
 
-from drafters.nn.anchor_attention import BLOCK, block_mask
+from drafters.nn.anchor_attention import BLOCK, block_mask, flex_options
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, visible_rows
 from inference.verifier.layers import cache_name, run_base
@@ -164,6 +164,8 @@ def attend(
     from transformers.integrations.flex_attention import flex_attention_forward
 
     (_, num_heads, num_rows, _), num_key_heads = query.shape, key.shape[1]
+    if query.is_cuda:
+        options["kernel_options"] = flex_options(num_heads // num_key_heads * num_rows)
     if _is_power_of_2(num_heads):
         return flex_attention_forward(module, query, key, value, attention_mask, **options)[0], None
     folded = query.unflatten(1, (num_key_heads, -1)).flatten(2, 3)  # (1, K, H / K * R, d)

@@ -78,7 +78,7 @@ class GraphRunner(Runner):
         self._steps: dict[tuple[int, tuple[int, ...]], GraphedStep] = {}
         self._outputs: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}  # logits and hidden states, by layers
         self._layer_functions: dict[tuple[int, int], Callable[..., Any]] = {}  # by rows and positions of the cache
-        self._capture(NUM_ROWS[:1], ())
+        self._capture(NUM_ROWS, ())
 
     def capture(self, drafter: Drafter) -> None:
         layers = tuple(drafter.required_outputs.hidden_layers)

@@ -84,12 +84,13 @@ class Runner:
         # The angles of longrope positions depend on where their forward ends.
         may_be_split = self.attention.is_short(self.cached + len(pending))
         while may_be_split and len(pending) > size:
-            states.append(self._forward(pending[:size], DraftTree(), layers).hidden)
+            hidden = self._forward(pending[:size], DraftTree(), layers).hidden
+            states.append(hidden if hidden is None else hidden.clone())  # a graphed step may overwrite it
             self.commit([])
             pending = pending[size:]
         output = self._forward(pending, tree, layers)
-        hidden = [state for state in (*states, output.hidden) if state is not None]
-        return replace(output, hidden=torch.cat(hidden)) if len(hidden) > 1 else output
+        kept = [state for state in (*states, output.hidden) if state is not None]
+        return replace(output, hidden=torch.cat(kept)) if len(kept) > 1 else output
 
     def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
         self._num_pending = len(pending)

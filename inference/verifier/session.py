@@ -200,6 +200,10 @@ class Session:
         self.seq = list(prompt)
         self.drafter.begin(self.seq)
 
+    def prepare(self, prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Capture what such a text needs, which is no part of its time; raises ValueError as `check_prompt`."""
+        self._prepare(self.end_of(prompt, max_new_tokens) + RESERVED_FOR_DRAFTS)
+
     def _prepare(self, reserve: int) -> None:
         """Empty the cache, and capture the graphs that are missing, if steps are graphed."""
         self.runner.reset(reserve)
@@ -244,7 +248,7 @@ class Session:
 
     def run(self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Generation:
         """Decode to the end; see `decode`."""
-        self._prepare(self.end_of(prompt, max_new_tokens) + RESERVED_FOR_DRAFTS)  # once, and not part of the time
+        self.prepare(prompt, max_new_tokens)
         result, started = Generation(), time.perf_counter()
         for emitted, cost in self.decode(prompt, max_new_tokens, eos):
             result.tokens += emitted

@@ -183,3 +183,14 @@ def test_a_draft_copies_a_table_to_the_host_and_to_the_device_one_buffer_and_the
     assert decoded == expected and any(cost.accepted for cost in costs)
     drafting = [[[place for place in side if place.startswith("drafters/")] for side in step] for step in copies]
     assert most(drafting) == (1, 2), copies
+
+
+def test_a_draft_that_cannot_be_captured_stays_eager_and_says_so_once(make, monkeypatch, capsys):
+    def refused(function, device):
+        raise RuntimeError("called a synchronizing\nCUDA operation")
+
+    eager = make("ctc")
+    monkeypatch.setattr("drafters.nn.graph.captured", refused)
+    assert assert_equal_texts(make("ctc", CONTEXT), eager) > 20
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["the draft of CTC is no CUDA graph, which takes longer: called a synchronizing CUDA operation"]

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GenerationConfig
 
 from drafters import DraftTree
-from drafters.protocol import RequiredOutputs
+from drafters.protocol import NoDrafter, RequiredOutputs
 from inference.commands import verify
 from inference.generation import acquire_runner, generate, stream
 from inference.options import ModelOptions
@@ -213,6 +213,16 @@ def test_a_step_is_one_launch_and_all_addresses_stay(make_base, oracle, emulated
     assert num_steps > 12 and len(addresses) == 1
     assert sum(emulated_graphs.launches.values()) == num_steps
     assert len(runner._steps) == len(graphed.NUM_ROWS), "all were captured before the text"
+
+
+def test_the_states_of_a_prompt_that_is_read_in_small_pieces_are_those_of_the_whole(make_base, emulated_graphs):
+    required, prompt = RequiredOutputs((1, -1)), [*range(3, 33)]
+    base = make_base()
+    runner = graph_runner(base, prefill_chunk=7)
+    runner.capture(NoDrafter())
+    runner.reset(60)
+    hidden = runner.forward(prompt, DraftTree(), required).hidden
+    torch.testing.assert_close(hidden, Runner(base).forward(prompt, DraftTree(), required).hidden, rtol=0, atol=1e-9)
 
 
 def test_python_calls_take_graphed_and_keep_the_graphs(make_base, emulated_graphs, few_shapes):

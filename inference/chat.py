@@ -28,6 +28,7 @@ from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session,
 
 ACCEPTED = "green"
 WARM_UP_TOKENS = 4
+CHAT_POSITIONS = 4096  # that the cache has at first, as a chat goes on
 HELP = {
     "/drafter NAME[=FILE][:key=value,...]": "use another drafter; none decodes without a drafter",
     "/compare": "decode the last answer again without a drafter, or the next one if there is none yet",
@@ -66,7 +67,8 @@ class ChatSession:
         if num_shared > 1:
             session.resume(prompt, num_shared)
         else:  # the root is always fed again, so a single shared token is not worth keeping
-            session.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
+            room = min(max(end, CHAT_POSITIONS), session.runner.context_length)
+            session.begin(prompt, reserve=room + RESERVED_FOR_DRAFTS)
         self.num_cached = session.runner.cached
         # The drafter has not seen the base's hidden states of the new message, so it waits for one step.
         yield from session.steps(end, eos, drafts_at_once=not self.num_cached)

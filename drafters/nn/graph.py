@@ -92,6 +92,7 @@ class HostBuffer:
 
     def __init__(self, *shape: int, device: torch.device) -> None:
         self.host = torch.zeros(shape, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._numbers = self.host.numpy()
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self.device = self.host if device.type == "cpu" else self.host.to(device)
 
@@ -100,7 +101,7 @@ class HostBuffer:
         """The integers on the host, which the last copy has read by now, to be changed."""
         if self._sent is not None:
             self._sent.synchronize()
-        return self.host.numpy()
+        return self._numbers
 
     def send(self) -> None:
         """Copy the numbers to the device, behind the work that is queued there."""

@@ -236,6 +236,8 @@ def load_base(
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
     if is_exact_int8:
         quantise_layers(model)
+        for weight in model.parameters():
+            weight.data = weight.data.clone()  # so that the file, of which it is a small part, is mapped no longer
     elif packed:
         pack_weights(model)
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk, bitwise, graphed)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +140,8 @@ def test_int8_on_a_cpu_needs_no_other_package_and_is_refused_without_vnni(
     toy_tokenizer.save_pretrained(tmp_path)
     base = ModelOptions(str(tmp_path), dtype="int8", device="cpu").load()
     assert isinstance(base.model.lm_head, Int8Linear) and base.wants_bitwise
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text(), "the file is mapped no longer"
     monkeypatch.setattr(int8, "can_multiply_int8", lambda: False)
     with pytest.raises(ValueError, match=r"no exact products of integers .*take bfloat16"):
         load_base(tmp_path, "int8")

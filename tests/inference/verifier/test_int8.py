@@ -136,7 +136,7 @@ def test_the_weights_of_the_head_are_those_that_are_multiplied(base):
 def test_int8_on_a_cpu_needs_no_other_package_and_is_refused_without_vnni(
     make_base, toy_tokenizer, tmp_path, monkeypatch
 ):
-    make_base(dtype=torch.float32).model.save_pretrained(tmp_path)
+    make_base(dtype=torch.bfloat16).model.save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     base = ModelOptions(str(tmp_path), dtype="int8", device="cpu").load()
     assert isinstance(base.model.lm_head, Int8Linear) and base.wants_bitwise

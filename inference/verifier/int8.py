@@ -53,7 +53,9 @@ class Int8Linear(nn.Module):
         """A layer of the outputs for these tokens alone, without the bias."""
         with torch.device("meta"):  # the weights follow
             linear = nn.Linear(self.in_features, len(tokens), bias=False)
-        linear.weight = nn.Parameter(self.weight[tokens], requires_grad=False)
+        assert self.quantised is not None, "only the weights of an LM head are kept"
+        rows = self.quantised[tokens] * self.scale[tokens, None]
+        linear.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
         return Int8Linear(linear)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,6 +88,10 @@ class JoinedLinear(nn.Module):
         if latest is None or latest() is not input:  # another thread may run the model with other states
             result = self._joined[0](input)
             self._results["latest"] = ref(input), result
+        if (
+            self._columns.stop == self._joined[0].out_features
+        ):  # the last of the layers: a long prompt's take much memory
+            self._results.pop("latest", None)
         return result[..., self._columns]
 
 

@@ -88,6 +88,10 @@ def test_layers_that_read_the_same_states_give_what_each_gives_alone():
     for tokens in (torch.randn(1, 5, 64), torch.randn(1, 1, 64), torch.randn(1, 5, 64)):
         for name in ("q_proj", "k_proj", "v_proj", "k_proj"):
             assert torch.equal(getattr(attention, name)(tokens), alone[name](tokens))
+    attention.q_proj(tokens)
+    assert attention.k_proj._results, "kept for the layers after it"
+    attention.v_proj(tokens)
+    assert not attention.k_proj._results, "not kept behind the last one"
 
 
 @pytest.fixture

@@ -311,7 +311,8 @@ class ParallelDrafter(CachingDrafter):
         return self.context(hidden, positions, here, base_weights.embedding)
 
     def found_in(self, text: Sequence[int]) -> np.ndarray:
-        assert self.lookup is not None
+        if self.lookup is None:
+            return super().found_in(text)
         known = self._cache.text
         known.extend(text[len(known) :])  # only what is new is copied
         return self.lookup.find_on_host(np.frombuffer(known, np.int64)[None], np.array([[len(text) - 1]]))[0, 0]

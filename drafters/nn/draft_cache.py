@@ -182,8 +182,8 @@ class CachingDrafter(LearnedDrafter):
         """Read a text as for `draft_at`, and return what drafts the trees at some anchors (A,), none of them 0."""
 
     def found_in(self, text: Sequence[int]) -> np.ndarray:
-        """What the host finds in a text for the draft, if ``num_found`` is not 0."""
-        raise NotImplementedError
+        """What the host finds in a text for the draft: ``num_found`` integers."""
+        return np.empty(0, np.int64)
 
     # ---- decoding
 
@@ -300,8 +300,7 @@ class CachingDrafter(LearnedDrafter):
         ends[:] = start, cache.length, cache.first, seq[-1]
         tokens[: len(seq) - start] = seq[start:]
         eos[:] = [*limits.eos, *[-1] * (NUM_ENDS - len(limits.eos))]
-        if self.num_found:
-            found[:] = self.found_in(seq)
+        found[:] = self.found_in(seq)
         self._host.send()
         self.draft_forwards += self.num_passes
         return self.trees_from(graph().on_host(), limits)[0]

@@ -107,7 +107,7 @@ def features(
     folder_above(folder / MANIFEST)
     if batch_size < 1 or shard_megabytes <= 0:
         raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
-    loaded = load_base(base, base_dtype, resolve_device(device), bitwise=False)
+    loaded = load_base(base, base_dtype, resolve_device(device), bitwise=False, movable=True)
     prepare_process(loaded.model.device)
     if max_length > loaded.context_length:
         raise ValueError(

@@ -227,7 +227,7 @@ def load_base(
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
         graphed: See `Base`.
-        movable: Whether the base may be moved to another device later; on a CPU, bitsandbytes then quantises it.
+        movable: Whether bitsandbytes quantises on a CPU, too: for training, which moves the base to its device later.
     """
     name = str(name)
     is_exact_int8 = dtype == "int8" and torch.device(device).type == "cpu" and not movable

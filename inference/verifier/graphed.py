@@ -86,7 +86,7 @@ class GraphRunner(Runner):
 
     def capture(self, drafter: Drafter) -> None:
         layers = tuple(drafter.required_outputs.hidden_layers)
-        self._capture([num_rows for num_rows in NUM_ROWS if (num_rows, layers) not in self._current_steps()], layers)
+        self._capture([num_rows for num_rows in NUM_ROWS if self._step(num_rows, layers) is None], layers)
         drafter.draft_in_graph(self.cache.capacity)
 
     @torch.inference_mode()
@@ -114,20 +114,21 @@ class GraphRunner(Runner):
         if num_rows is None or not self.cache.views:
             return super()._forward(pending, tree, layers)
         self.cache.reserve(self.cached + num_rows)
-        step = self._current_steps().get((num_rows, tuple(layers)))
+        step = self._step(num_rows, tuple(layers))
         if step is None:
             return self._first_forward(num_rows, pending, tree, tuple(layers))
         return step(pending, tree, self.cached)
 
-    def _current_steps(self) -> dict[tuple[int, tuple[int, ...]], GraphedStep]:
-        """The steps of the cache as it is: those of a shorter one are dropped."""
-        self._steps = {key: step for key, step in self._steps.items() if step.capacity == self.cache.capacity}
-        return self._steps
+    def _step(self, num_rows: int, layers: tuple[int, ...]) -> GraphedStep | None:
+        """The captured step, if there is one for the cache as long as it is."""
+        step = self._steps.get((num_rows, layers))
+        return step if step and step.capacity == self.cache.capacity else None
 
     def _first_forward(
         self, num_rows: int, pending: Sequence[int], tree: DraftTree, layers: tuple[int, ...]
     ) -> ForwardOutput:
         """Capture a step, and compare its first result with that of the eager forward."""
+        self._steps = {key: step for key, step in self._steps.items() if step.capacity == self.cache.capacity}
         expected = super()._forward(pending, tree, layers)
         self.truncate(self.cached)
         refusal, hint = f"{self.base.name} cannot be graphed", "pass --forward eager or graphed=False"

@@ -19,6 +19,7 @@ from inference.verifier.packed import large_layers
 
 ZERO = 128  # what stands for 0 in the uint8 rows
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # names of layers that read the same states
+ROWS_AT_ONCE = 4096  # of a weight, that are widened to float32 while it is quantised
 LARGEST, LOW = 127, 254  # the largest value of a row, and the steps of the low row in one of the high row
 
 
@@ -97,9 +98,9 @@ class JoinedLinear(nn.Module):
 
 def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights (out, in) in int8, and the scale of each output (out,) in float32."""
-    weight = weight.float()
-    scale = weight.abs().amax(1).clamp(min=1e-8) / LARGEST
-    return (weight / scale[:, None]).round_().to(torch.int8), scale
+    scale = weight.abs().amax(1).float().clamp(min=1e-8) / LARGEST
+    parts = zip(weight.split(ROWS_AT_ONCE), scale.split(ROWS_AT_ONCE), strict=True)
+    return torch.cat([(part / each[:, None]).round_().to(torch.int8) for part, each in parts]), scale
 
 
 def quantise(activations: Tensor) -> tuple[Tensor, np.ndarray]:

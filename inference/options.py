@@ -54,10 +54,14 @@ class ModelOptions:
         return replace(self, forward="graphed" if graphed else "eager") if self.forward == "auto" else self
 
     def load(self) -> Base:
-        """Load the base to its device."""
+        """Load the base to its device; on a CPU other programs keep the cores that they use."""
+        from inference.timing import use_idle_cores
         from inference.verifier.base import resolve_device
 
-        return self.load_on(resolve_device(self.device))
+        device = resolve_device(self.device)
+        if device.type == "cpu":
+            use_idle_cores()
+        return self.load_on(device)
 
     def load_on(self, device: torch.device) -> Base:
         """Load the base to a device, and prepare this process for it."""

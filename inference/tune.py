@@ -28,7 +28,7 @@ from inference.evaluate.intervals import quotient
 from inference.evaluate.own_loop import answer_questions
 from inference.options import ModelOptions, SamplingOptions, SearchOptions, TuneQuestions
 from inference.runs import fingerprint, folder_above, progress_bars
-from inference.verifier.base import Base
+from inference.verifier.base import Base, resolve_device
 from inference.verifier.graphed import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.runner import Runner
@@ -59,7 +59,7 @@ def tune(
     folder = Path(out)
     folder_above(folder / "study.db")  # raises ValueError if the folder cannot be made
     by_benchmark = selection.load()
-    base = model.load()
+    base = model.load_on(resolve_device(model.device))
     space = read_space(search.space, drafter, base)
     first_trials(space, search)  # raises ValueError if the grid is too large
     selected = selection.select(base, by_benchmark).values()

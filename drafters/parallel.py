@@ -1,7 +1,7 @@
 """Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +37,8 @@ class TrunkOptions:
         num_layers: Number of decoder layers in the trunk.
         num_key_heads: Number of heads with keys and values, each for several heads with queries, as in most bases; null
             or a larger number for all heads. With fewer, the cache of a draft is smaller and a draft over it faster.
+        intermediate_size: Width of the feed-forward networks; null for the base's. Most of a drafter's weights are
+            there: with 1,536 instead of 4,864 one for Qwen2.5-Coder-0.5B has 24 instead of 42 MB in bfloat16.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
@@ -59,6 +61,7 @@ class TrunkOptions:
     num_frames: int = 8
     num_layers: int = 1
     num_key_heads: int | None = None
+    intermediate_size: int | None = None
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
     root_everywhere: bool = False
@@ -74,7 +77,7 @@ class TrunkOptions:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
-        check_at_least(1, num_key_heads=self.num_key_heads or 1)
+        check_at_least(1, num_key_heads=self.num_key_heads or 1, intermediate_size=self.intermediate_size or 1)
         if self.copy and not self.lookup:
             raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
 
@@ -161,7 +164,8 @@ class ParallelDrafter(CachingDrafter):
         num_key_heads = min(trunk.num_key_heads or base.num_heads, base.num_heads)
         if base.num_heads % num_key_heads:
             raise ValueError(f"the {base.num_heads} heads of the base cannot share num_key_heads ({num_key_heads})")
-        self.trunk = Trunk(base, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
+        shape = replace(base, intermediate_size=trunk.intermediate_size or base.intermediate_size)
+        self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:

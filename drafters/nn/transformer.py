@@ -102,9 +102,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.width = shape.intermediate_size
+        self.gate_proj = nn.Linear(shape.hidden_size, self.width, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, self.width, bias=False)
+        self.down_proj = nn.Linear(self.width, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

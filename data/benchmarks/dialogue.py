@@ -74,7 +74,7 @@ def read_any(row: Mapping, index: int) -> Question:
 
 
 def read_instruction(row: Mapping, index: int) -> Question:
-    """Read a row of Alpaca: instruction and input, which may be empty; or turns, as in the 80 questions of EAGLE.
+    """Read a row of Alpaca or AlpacaEval: instruction and input, which may be empty; or turns, as EAGLE's 80 questions.
 
     The input stands below the instruction, without Stanford's template. The id is the index in the file, or that of a
     row with turns.
@@ -84,7 +84,8 @@ def read_instruction(row: Mapping, index: int) -> Question:
     instruction, given = text(row, "instruction"), row.get("input") or ""
     if not isinstance(given, str):
         raise ValueError("input is not a text")
-    return Question(index, "instruction", (f"{instruction}\n\n{given}" if given else instruction,))
+    category = str(row.get("dataset") or "instruction")  # AlpacaEval's questions are those of five data sets
+    return Question(index, category, (f"{instruction}\n\n{given}" if given else instruction,))
 
 
 BENCHMARKS = {
@@ -120,6 +121,14 @@ BENCHMARKS = {
         read_instruction,
         max_new_tokens=512,
         download="the instructions of tatsu-lab/stanford_alpaca as JSONL",
+    ),
+    # 805 open questions of one turn, which no drafter was tuned on and whose answers copy little.
+    "alpaca_eval": Benchmark(
+        "hub:tatsu-lab/alpaca_eval@2955709b93b0e08df511a752a3874b0a89b8910b/alpaca_eval.json",
+        "instruction, dataset",
+        read_instruction,
+        max_new_tokens=512,
+        download="alpaca_eval.json of tatsu-lab/alpaca_eval",
     ),
     "arena_hard": Benchmark(
         "hub:lmarena-ai/arena-hard-auto-v0.1@2a69efe86cff85c593cfd4c2b4491c128e52c6f1",

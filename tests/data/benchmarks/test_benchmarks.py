@@ -46,6 +46,7 @@ PAIRS = [{"translation": {"de": f"Satz {n}", "en": f"Sentence {n}"}} for n in ra
 ROWS = {"mt_bench": MT_BENCH, "spec_bench": MT_BENCH, "arena_hard": MT_BENCH, "file": MT_BENCH, "embedded": MT_BENCH}
 ROWS |= {"gsm8k": GSM8K, "humaneval": HUMANEVAL, "humaneval_plus": HUMANEVAL, "mbpp_plus": PLUS, "wmt16": PAIRS}
 ROWS |= {"mbpp": MBPP, "mbpp_validation": MBPP, "cnn_dm": NEWS, "xsum": XSUM, "alpaca": INSTRUCTIONS}
+ROWS |= {"alpaca_eval": [{"instruction": f"What is {n}?", "dataset": "vicuna", "output": "no"} for n in range(3)]}
 ROWS |= {"livecodebench": CONTESTS} | {name: SPEED for name in BENCHMARKS if "speed" in name}
 ROWS |= {name: PROBLEMS for name in BENCHMARKS if name.startswith(("math", "aime"))}
 
@@ -140,7 +141,8 @@ def hub(monkeypatch, tmp_path):
 
     def hf_hub_download(name, file, **options):
         asked.append((name, file, options))
-        (tmp_path / file).write_text("\n".join(map(json.dumps, rows)))
+        lines = "\n".join(map(json.dumps, rows))
+        (tmp_path / file).write_text(json.dumps(rows) if file.endswith(".json") else lines)
         return str(tmp_path / file)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -209,6 +211,7 @@ def test_any_file_of_turns_is_read(write):
     ]
     assert load_questions("arena_hard", write(rows)) == load_questions("file", write(rows))
     assert [q.turns for q in load_questions("alpaca", write(INSTRUCTIONS))][1] == ("Sort list 1.\n\n3 1 2",)
+    assert load_questions("alpaca_eval", write(ROWS["alpaca_eval"]))[1] == Question(1, "vicuna", ("What is 1?",))
     assert load_questions("alpaca", write(rows[:1])) == [Question(7, "c", ("a", "b"))]  # as EAGLE publishes it
     (first, second, _) = load_questions("livecodebench", write(CONTESTS))
     assert first.turns[0].startswith("Add 0.") and first.turns[0].endswith("Read stdin, write to stdout.")

@@ -15,15 +15,19 @@ from data.benchmarks import score
 from data.conversations import load_conversations
 from data.rows import tokenise
 from data.templates import decode_answer
+from drafters.protocol import RequiredOutputs
+from drafters.tree import DraftTree
 from inference import sandbox
 from inference.options import QuestionOptions
 from inference.regenerate.answerers import decode_batch
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process
 from inference.verifier.graphed import make_runner
+from inference.verifier.runner import Runner
 
 REFERENCE, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
 MAX_LENGTH, NUM_WARM_UP, CONTEXT = 512, 3, 256
+MAX_ROWS = 64  # of the steps whose rows are compared
 
 
 def quantised(
@@ -149,12 +153,30 @@ def _steps(title: str, bases: dict[str, Base], rows: list[int], repeats: int) ->
         least = f"{1e3 * min(wide):.1f}, {1e3 * min(narrow):.1f}"
         cells = [f"{1e3 * median(wide):.1f}", f"{1e3 * median(narrow):.1f}", f"{ratio:.2f}", least]
         table.rows.append([str(number), *cells])
-    multiples = ", ".join(f"{name} {runner.row_multiple}" for name, runner in runners.items())
+    equal = ", ".join(f"{name} {_equal_rows(runner)}" for name, runner in runners.items())
     table.notes.append(
-        f"{repeats} repeats, all arms alternate; medians, and the least of both. Bit-identical rows in multiples of: "
-        f"{multiples}. {CONTEXT} cached tokens."
+        f"{repeats} repeats, arms alternate; medians and the least of both; {CONTEXT} cached tokens. Of the rows of "
+        f"steps with 1 to {MAX_ROWS} of them, those with the bits that their text has alone: {equal}."
     )
     return table
+
+
+def _equal_rows(runner: Runner) -> str:
+    """How many rows of steps of every size have the logits that their texts have alone, and how many there are."""
+    whole = bushy(MAX_ROWS - 1, runner.base.config.vocab_size)
+    texts = [[1], *([1, *whole.path_tokens(node)] for node in range(len(whole)))]
+    expected, num_equal = torch.cat([_logits(runner, text, DraftTree()) for text in texts]), 0
+    for count in range(MAX_ROWS):
+        rows = _logits(runner, [1], whole.first(count))
+        num_equal += int((rows == expected[: count + 1]).all(1).sum())
+    return f"{num_equal:,} of {MAX_ROWS * (MAX_ROWS + 1) // 2:,}"
+
+
+def _logits(runner: Runner, pending: list[int], tree: DraftTree) -> Tensor:
+    """Logits (1 + M, V) of the root and the nodes behind the cached text."""
+    logits = runner.forward(pending, tree, RequiredOutputs()).logits.clone()
+    runner.truncate(CONTEXT)
+    return logits
 
 
 if __name__ == "__main__":

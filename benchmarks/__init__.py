@@ -3,7 +3,7 @@
 The environment variable OMP_NUM_THREADS sets the number of threads. Each module feeds a page:
 
 - docs/results/ctc.md, ctc_variants.md: `learned_drafters` (learned drafters by nodes, kind of draft tree
-  and length of the training, and Table 2 of the CTC paper)
+  and length of the training, and Table 2 of the CTC paper; ``--arms '[fair]'`` gives every method four optimizers)
 - docs/deviations.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make)
 - docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and graphed) and
   `against_transformers` (our drafters beside transformers' own `generate`)

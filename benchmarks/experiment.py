@@ -47,6 +47,7 @@ class Arm:
     drafter: str  # the drafter's class in `drafters`
     arguments: dict[str, Any] = field(default_factory=dict)  # of its constructor
     model: dict[str, Any] = field(default_factory=dict)  # what differs from the common settings, such as the optimizer
+    method: str = ""  # if several arms train the same with other optimizers: what they train
 
 
 @dataclass(frozen=True)
@@ -56,22 +57,30 @@ class SharedSettings:
     base: str  # folder or hub id
     files: Sequence[str]  # training text
     steps: int
+    seconds: int | None = None  # after which the training ends, instead of after its steps
+    base_dtype: str = "float32"
     batch_size: int = 8  # conversations per step
     max_length: int = 384  # of a conversation, in tokens
     features: str | None = None  # feature store of the training text; None to run the base during training
-    learning_rate: float = 2e-3  # peak of AdamW, with 30 steps of warm-up and a cosine decay to zero
+    learning_rate: float = (
+        2e-3  # peak of AdamW, with a warm-up of a tenth, at most 30 steps, and a cosine decay to zero
+    )
 
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration that trains an arm, as `lightning fit` reads it."""
         data = {"files": list(self.files), "val_size": 0, "max_length": self.max_length, "batch_size": self.batch_size}
+        model = {
+            "base": self.base,
+            "base_dtype": self.base_dtype,
+            "learning_rate": self.learning_rate,
+            "warmup_steps": min(30, self.steps // 10),
+            "schedule": "cosine",
+            **arm.model,
+        }
         return {
             "seed_everything": seed,
             "model": {
-                "base": self.base,
-                "learning_rate": self.learning_rate,
-                "warmup_steps": 30,
-                "schedule": "cosine",
-                **arm.model,
+                **model,
                 "drafter": {
                     "class_path": f"drafters.{arm.drafter}",
                     "init_args": grouped(getattr(drafters, arm.drafter), arm.arguments),
@@ -81,8 +90,8 @@ class SharedSettings:
             "trainer": {
                 "accelerator": "auto",
                 "devices": 1,
-                "max_steps": self.steps,
-                "precision": "bf16-mixed" if arm.model.get("base_dtype") == "bfloat16" else "32-true",
+                **({"max_time": {"seconds": self.seconds}} if self.seconds else {"max_steps": self.steps}),
+                "precision": "bf16-mixed" if model["base_dtype"] == "bfloat16" else "32-true",
                 "limit_val_batches": 0,
                 "gradient_clip_val": 0.5,
                 "log_every_n_steps": 10,
@@ -96,7 +105,7 @@ class SharedSettings:
                 "callbacks": [
                     {
                         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                        "init_args": {"every_n_train_steps": 100, "save_last": True, "save_top_k": 1},
+                        "init_args": {"every_n_train_steps": 50, "save_last": True, "save_top_k": 1},
                     },
                     {"class_path": f"{__name__}.{TrainingTime.__name__}"},
                 ],
@@ -107,25 +116,30 @@ class SharedSettings:
 class TrainingTime(L.Callback):
     """Adds up the CPU seconds of the training loop, over all parts of a resumed training, without its set-up.
 
-    A checkpoint holds the time up to it, so steps that are lost and trained again count once.
+    It also counts the tokens of the text that was read. A checkpoint holds what came up to it, so steps that are lost
+    and trained again count once.
     """
 
     def __init__(self) -> None:
         self.cpu_seconds = self._mark = 0.0
+        self.tokens = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._mark = time.process_time()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
         now = time.process_time()
         self.cpu_seconds += now - self._mark
         self._mark = now
+        self.tokens += int(batch["lengths"].sum())
 
     def state_dict(self) -> dict[str, float]:
-        return {"cpu_seconds": self.cpu_seconds}
+        return {"cpu_seconds": self.cpu_seconds, "tokens": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        self.cpu_seconds = state_dict["cpu_seconds"]
+        self.cpu_seconds, self.tokens = state_dict["cpu_seconds"], int(state_dict["tokens"])
 
 
 def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
@@ -133,7 +147,7 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
 
     Returns:
         The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``
-        with the CPU seconds of the training loop.
+        with the CPU seconds of the training loop and the tokens that it read.
     """
     folder = out / arm.name / f"seed{seed}"
     exported, recipe = folder / "drafter", folder / "config.yaml"
@@ -155,7 +169,7 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
             if stopped.code:
                 raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
         trained = read_checkpoint(last)
-        if (done := trained["global_step"]) < common.steps:
+        if (done := trained["global_step"]) < common.steps and not common.seconds:
             raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
         write_text(folder / TIME, json.dumps(trained["callbacks"][TrainingTime.__name__]))
         export(str(last), str(exported))

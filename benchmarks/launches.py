@@ -31,7 +31,7 @@ CONFIGS = {
     "CTC, `llama3_8b.yaml`": "llama3_8b.yaml",
     "block": "block.yaml",
     "Medusa": "medusa.yaml",
-    "Hydra": "hydra.yaml",
+    "Hydra++": "hydra.yaml",
     "EAGLE": "eagle.yaml",
     "EAGLE-3": "eagle3.yaml",
 }

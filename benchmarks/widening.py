@@ -302,6 +302,7 @@ class Axes:
             "down_proj": (self.hidden, self.intermediate),
             "fc": (self.hidden, self.hidden),  # reads one or several states
             "layers": (self.hidden, self.hidden),  # of a residual block of Medusa and Hydra, which reads several states
+            "residual": (self.hidden, self.hidden),
             "lm_head": (self.vocabulary, self.hidden),
             "lm_heads": (self.vocabulary, self.hidden),
             "blank_row": (Axis.of([0]), self.hidden),

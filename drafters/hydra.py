@@ -25,9 +25,12 @@ class HydraHeadOptions(HeadOptions):
     Args:
         prefix_attention: Let the heads read the output of a decoder layer over the base's last hidden states (Hydra++)
             instead of those states.
+        trained_residual: Add the first layer of a head to a trained linear map of the state and the embeddings, as the
+            authors' code does. Otherwise it is added to the state alone.
     """
 
     prefix_attention: bool = False
+    trained_residual: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ class Hydra(HeadDrafter):
     """Hydra (arXiv 2402.05109): Medusa's heads made sequentially dependent.
 
     Head k reads the base's last hidden state before the root, and the base's embeddings of the root and of the k - 1
-    draft tokens on its path. Its first layer adds to the state alone, so that it starts like Medusa's. Hydra++ is the
-    same with ``prefix_attention``, ``distillation`` and ``num_layers: 4``. A draft is K small steps, counted as one
-    draft forward because no step reads the context.
+    draft tokens on its path; before training it passes the state on, like Medusa's. Hydra++ is the same with
+    ``prefix_attention``, ``distillation`` and ``num_layers: 4``. A draft is K small steps, counted as one draft forward
+    because no step reads the context.
     """
 
     def __init__(
@@ -108,7 +111,8 @@ class Hydra(HeadDrafter):
         loss: HydraLossOptions = HydraLossOptions(),
         draft: HydraDraftOptions = HydraDraftOptions(),
     ) -> None:
-        blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
+        sizes, residual = (base.hidden_size, heads.num_layers), heads.trained_residual
+        blocks = [ResidualBlock(*sizes, 1 + head, residual) for head in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.noise = draft, loss.noise
         self.anchors_at_once = max(

@@ -213,7 +213,10 @@ class LearnedDrafter(nn.Module, Drafter):
     base_weights: BaseWeights | None = None
 
     def initialise(self, base_weights: BaseWeights) -> None:
-        """Copy weights of the base into those that start as copies, once and before a checkpoint is loaded."""
+        """Copy weights of the base into those that start as copies, before a checkpoint is loaded.
+
+        Training calls it again when it has chosen the draft vocabulary.
+        """
 
     @abstractmethod
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:

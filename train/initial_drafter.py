@@ -80,9 +80,9 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
     """Let a drafter with a draft vocabulary draft the assistant's most frequent tokens in the training text.
 
     End-of-sequence tokens are always among them, and so are the special tokens that the assistant writes, such as the
-    end marks of a chat template. A drafter for the whole vocabulary stays as it is. All processes choose the same.
-    Raises ValueError if there are no ``rows``, the tokenised training set, or not enough room for the tokens that are
-    always kept.
+    end marks of a chat template. An LM head of the drafter's own starts as the base's rows for these tokens. A drafter
+    for the whole vocabulary stays as it is. All processes choose the same. Raises ValueError if there are no ``rows``,
+    the tokenised training set, or not enough room for the tokens that are always kept.
     """
     tokens: torch.Tensor | None = getattr(drafter, "draft_tokens", None)
     if tokens is None:
@@ -93,6 +93,7 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
     special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
     kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}
     tokens.copy_(most_frequent(counts, len(tokens), kept))
+    drafter.initialise(base.base_weights)
     share = counts[tokens.cpu()].sum() / counts.sum()
     rank_zero_info(
         f"draft vocabulary: {len(tokens):,} of {len(counts):,} tokens, {share:.2%} of the assistant's training text"

@@ -46,7 +46,8 @@ class DrafterTraining(L.LightningModule):
         learning_rate: Peak learning rate; the CTC-drafter paper uses 3e-5.
         weight_decay: Weight decay of matrices; other parameters have none.
         warmup_steps: Steps of linear warm-up of the learning rate.
-        schedule: Learning rate after the warm-up: ``constant``, or ``cosine`` decay to zero at the last step.
+        schedule: Learning rate after the warm-up: ``constant``, or a ``linear`` or ``cosine`` decay to zero at the last
+            step.
         val_answers: Text that validation decodes: the base's own ``greedy`` answers to the held-out prompts, which
             makes the simulation exact, or the held-out ``text`` itself, which needs no generation.
         max_val_tokens: Maximum number of tokens of an answer that the base generates for validation, at most half of

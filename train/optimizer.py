@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from train.strategies import FSDP2, is_deepspeed
 
-Schedule = Literal["constant", "cosine"]
+Schedule = Literal["constant", "linear", "cosine"]
 OptimizerName = Literal["adamw", "muon"]
 
 
@@ -90,16 +90,16 @@ def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: f
 def with_schedule(
     module: L.LightningModule, optimizer: torch.optim.Optimizer, warmup_steps: int, schedule: Schedule
 ) -> OptimizerLRSchedulerConfig:
-    """An optimizer with a linear warm-up, then a constant learning rate or a cosine decay to zero.
+    """An optimizer with a linear warm-up, then a constant learning rate or a linear or cosine decay to zero.
 
     The decay ends with the last step, or with ``trainer.max_time``, whichever is nearer. Raises ValueError if the
     training has neither.
     """
     num_steps = max(1, module.trainer.estimated_stepping_batches)
     timer = timer_of(module.trainer)
-    if schedule == "cosine" and math.isinf(num_steps) and timer is None:
+    if schedule != "constant" and math.isinf(num_steps) and timer is None:
         raise ValueError(
-            "schedule cosine needs an end of the training: give trainer.max_steps, trainer.max_epochs or "
+            f"schedule {schedule} needs an end of the training: give trainer.max_steps, trainer.max_epochs or "
             "trainer.max_time, or take model.schedule constant"
         )
 
@@ -109,7 +109,10 @@ def with_schedule(
 
     def factor(step: int) -> float:
         warm_up = min(1.0, (step + 1) / max(1, warmup_steps))
-        return warm_up * (0.5 * (1 + math.cos(math.pi * progress(step))) if schedule == "cosine" else 1.0)
+        if schedule == "constant":
+            return warm_up
+        done = progress(step)
+        return warm_up * (1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -65,12 +65,14 @@ class EAGLE3(AutoregressiveDrafter):
     Args:
         hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
             eight layers L / 4, L / 2 and the last hidden state.
-        own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
-        draft_vocab_size: Maximum number of tokens that the drafter's own head knows; null for the whole vocabulary.
-            Training chooses the tokens that are most frequent in the assistant's text.
+        own_head: Train an LM head of the drafter's own, which starts as a copy of the base's rows. Otherwise the base's
+            frozen ones are used.
+        draft_vocab_size: Maximum number of tokens that can be drafted; null for the whole vocabulary. Training chooses
+            the tokens that are most frequent in the assistant's text.
     """
 
     draft_tokens: Tensor | None
+    _drafted: BaseWeights | None = None  # the attached base's, with the LM head's rows for the draft vocabulary
 
     def __init__(
         self,
@@ -91,14 +93,22 @@ class EAGLE3(AutoregressiveDrafter):
         self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
         self.vocab_size, size = base.vocab_size, base.hidden_size
         add_draft_tokens(self, draft_vocab_size, base.vocab_size)
-        if draft_vocab_size and not own_head:
-            raise ValueError(f"draft_vocab_size ({draft_vocab_size}) needs a head of the drafter's own: own_head: true")
         self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
         num_drafted = min(draft_vocab_size or self.vocab_size, self.vocab_size)
         self.lm_head = nn.Linear(size, num_drafted, bias=False) if own_head else None
+
+    @torch.no_grad()
+    def initialise(self, base_weights: BaseWeights) -> None:
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(restricted(base_weights, self.draft_tokens)[0].head)
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        if self.lm_head is None:
+            self._drafted, _ = restricted(base_weights, self.draft_tokens)
 
     def project_hidden(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)
@@ -109,15 +119,18 @@ class EAGLE3(AutoregressiveDrafter):
         return (normed if self.norm_before_residual else states), x
 
     def logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
-        logits = self.draft_logits(states, base_weights)
         if self.draft_tokens is None:
-            return logits
+            return self.draft_logits(states, base_weights)
+        if self.lm_head is None:
+            attached = self._drafted if base_weights is self.base_weights else None
+            base_weights = attached or restricted(base_weights, self.draft_tokens)[0]
+        logits = self.draft_logits(states, base_weights)
         return DraftVocabulary(self.draft_tokens, self.vocab_size).spread(logits, -torch.inf)
 
-    def draft_logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
-        """Logits of states (..., D) over the draft vocabulary, or over the whole one if there is none."""
+    def draft_logits(self, states: Tensor, drafted: BaseWeights) -> Tensor:
+        """Logits of states (..., D) over the tokens that can be drafted, given the base's weights for these."""
         normed = self.norm(states)
-        return self.lm_head(normed) if self.lm_head is not None else gathered_logits.base_logits(normed, base_weights)
+        return self.lm_head(normed) if self.lm_head is not None else gathered_logits.base_logits(normed, drafted)
 
     def unroll(self, hidden: Tensor, tokens: Tensor, base_weights: BaseWeights, num_steps: int) -> Iterator[Tensor]:
         """Yield the predicted states (B, S, D) of the next positions at depths 0, 1, ..., each from the one before.
@@ -159,7 +172,7 @@ class EAGLE3(AutoregressiveDrafter):
         total, weights = torch.zeros((), device=counts.device), 0.0
         losses: list[Tensor] = []
         inputs = batch.hidden[:, :-2], batch.input_ids[:, 1:-1], base_weights
-        draft_logits = partial(self.draft_logits, base_weights=base_weights)
+        draft_logits = partial(self.draft_logits, drafted=drafted)
         for depth, states in enumerate(self.unroll(*inputs, options.num_unroll)):
             if depth:
                 counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 import drafters
 from benchmarks import experiment, learned_drafters, recipes
@@ -139,17 +140,51 @@ def test_a_training_that_stopped_behind_its_last_step_has_the_time_of_its_checkp
     assert (place / "drafter" / "model.safetensors").read_bytes() == weights
 
 
-def test_the_time_of_a_resumed_training_is_that_of_the_steps_of_all_its_parts(monkeypatch):
+def test_the_time_and_the_tokens_of_a_resumed_training_are_those_of_the_steps_of_all_its_parts(monkeypatch):
     seconds = iter([100.0, 101.0, 103.0, 500.0, 504.0])  # the set-up before each part does not count
     monkeypatch.setattr(experiment, "time", SimpleNamespace(process_time=lambda: next(seconds)))
     first, second = experiment.TrainingTime(), experiment.TrainingTime()
+    batch = None, None, None, {"lengths": torch.tensor([3, 7])}
     first.on_train_start(None, None)
-    first.on_train_batch_end()
-    first.on_train_batch_end()
+    first.on_train_batch_end(*batch)
+    first.on_train_batch_end(*batch)
     second.load_state_dict(first.state_dict())
     second.on_train_start(None, None)
-    second.on_train_batch_end()
+    second.on_train_batch_end(*batch)
     assert (first.cpu_seconds, second.cpu_seconds) == (3.0, 7.0)
+    assert (first.tokens, second.tokens) == (20, 30)
+
+
+@pytest.mark.slow
+def test_the_fair_comparison_searches_with_one_seed_and_repeats_the_best_optimizer_of_each_method(repository, tmp_path):
+    """In steps and in seconds, on the same text; it continues where it stopped."""
+    arms = ["ctc_copy_muon_0.008", "ctc_copy_adamw_0.001"]
+    options = {"base": str(repository / "checkpoints" / "tiny-chat"), "files": ["embedded:40"], "questions": ""}
+    options |= {"out": str(tmp_path), "benchmark": "embedded", "limit": 2, "max_new_tokens": 12, "arms": arms}
+    options |= {"steps": [10], "seconds": [1], "seeds": [0, 1], "nodes": 16, "max_length": 64}
+    options |= {"hidden_layers": [1, 4, 6]}
+    options |= {"table": str(tmp_path / "table.md"), "figure": str(tmp_path / "curves.png")}
+    learned_drafters.learned_drafters(**options)
+    *_, curves = tables((tmp_path / "table.md").read_text())[-3:]
+    assert curves[0] == ["drafter", "10 steps", "1 seconds"] and [row[0] for row in curves[2:]] == arms
+    (other,) = (arm for arm in arms if not (tmp_path / "10" / arm / "seed1").exists())
+    of_seed0 = {
+        arm: next(iter(json.loads((tmp_path / "10" / arm / "seed0" / "simulated.json").read_text()).values()))
+        for arm in arms
+    }
+    assert of_seed0[other]["length"]["16"] == min(of_seed0[arm]["length"]["16"] for arm in arms)
+    configs = {path: yaml.safe_load(path.read_text()) for path in tmp_path.glob("*/*/seed*/config.yaml")}
+    assert len(configs) == 2 * (2 + 1)
+    for path, config in configs.items():
+        assert config["model"]["warmup_steps"] == 1, "a tenth"
+        assert ("max_time" in config["trainer"]) == (path.parts[-4] == "1s")
+        assert config["model"]["drafter"]["init_args"]["trunk"]["hidden_layers"] == [1, 4, 6]
+    read = {arm: json.loads((tmp_path / "10" / arm / "seed0" / "training.json").read_text())["tokens"] for arm in arms}
+    assert len({*read.values()}) == 1, "they read the same text"
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    learned_drafters.learned_drafters(**options)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ FURTHER = {
     "block, dflash": (drafters.Block, {"num_frames": 4, "sample_from_anchor": False, "lookup": True}, {}),
     "eagle, window": (drafters.EAGLE, lossless.EAGLE | {"window": 6}, {}),
     "eagle3, window": (drafters.EAGLE3, lossless.EAGLE | {"window": 7, "own_head": True, "draft_vocab_size": 30}, {}),
+    "eagle3, the base's rows": (drafters.EAGLE3, lossless.EAGLE | {"draft_vocab_size": 30}, {}),
 }
 GRAPHED = lossless.LEARNED | CTC_OPTIONS | FURTHER
 each_drafter = pytest.mark.parametrize("name", GRAPHED)

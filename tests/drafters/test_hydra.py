@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import BaseShape, BaseWeights, Hydra, Limits
+from drafters import BaseShape, BaseWeights, Hydra, Limits, checkpoint
+from drafters.checkpoint import DrafterConfig
 from drafters.hydra import HydraDraftOptions, HydraHeadOptions, HydraLossOptions, PrefixAttention
 from drafters.nn.draft_cache import DraftCache
 from tests.drafters.conftest import paths
@@ -35,6 +36,46 @@ def path_probability(drafter, state, root, path, base_weights):
         probability = probability * distribution[token]
         read = torch.cat([read, base_weights.embedding[token]])
     return float(probability)
+
+
+@torch.no_grad()
+def test_a_head_computes_what_the_authors_code_does(base_weights):
+    """Its first layer reads the state and all embeddings at once, twice: as the residual, and through SiLU."""
+    drafter = randomised(Hydra(SMALL, HydraHeadOptions(3, num_layers=2)))
+    states, path = torch.randn(4, 8, dtype=torch.float64), torch.tensor([[0, 4, 2], [1, 1, 3], [2, 0, 0], [4, 3, 1]])
+    embedding, weights = base_weights.embedding, drafter.state_dict()
+    for head, found in enumerate(drafter.head_states(states, path, embedding)):
+        for row in range(4):
+            read = torch.cat([states[row], *(embedding[token] for token in path[row, : head + 1])])
+            name = f"blocks.{head}"
+            residual, first, second = (
+                (weights[f"{name}.{layer}.weight"], weights[f"{name}.{layer}.bias"])
+                for layer in ("residual", "layers.0", "layers.1")
+            )
+            gated = first[0] @ read + first[1]
+            x = residual[0] @ read + residual[1] + gated * gated.sigmoid()
+            gated = second[0] @ x + second[1]
+            torch.testing.assert_close(found[row], x + gated * gated.sigmoid())
+
+
+@torch.no_grad()
+def test_a_hydra_from_before_the_trained_residual_loads_and_adds_to_the_state_alone(base_weights, tmp_path):
+    earlier = Hydra(SMALL, HydraHeadOptions(3, trained_residual=False))
+    for weight in earlier.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    recipe = {"heads": {"num_heads": 3, "trained_residual": True}}
+    checkpoint.save(tmp_path, earlier, DrafterConfig("drafters.Hydra", recipe, SMALL, "", ""))
+    with pytest.raises(ValueError, match=r"blocks\.0\.residual\.bias is missing"):
+        checkpoint.load(tmp_path)
+    del recipe["heads"]["trained_residual"]
+    checkpoint.save(tmp_path, earlier, DrafterConfig("drafters.Hydra", recipe, SMALL, "", ""))
+    loaded, config = checkpoint.load(tmp_path)
+    assert config.init_args == {"heads": {"num_heads": 3, "trained_residual": False}}
+    states, read = torch.randn(4, 8), torch.randn(4, 16)
+    first = loaded.blocks[1].layers[0]
+    expected = states + torch.nn.functional.silu(first(torch.cat([states, read], -1)))
+    torch.testing.assert_close(earlier.blocks[1](states, read), expected)
+    torch.testing.assert_close(loaded.blocks[1](states, read), expected)
 
 
 @pytest.mark.slow

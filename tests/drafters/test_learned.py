@@ -51,7 +51,7 @@ KINDS = {
     "medusa, the base's head": (Medusa, {"own_heads": False}),
     "medusa, static tree": (Medusa, {"static": [[0], [1], [0, 0], [0, 2], [0, 0, 0], [2]]}),
     "hydra": (Hydra, {}),
-    "hydra, the base's head": (Hydra, {"own_heads": False}),
+    "hydra, the base's head": (Hydra, {"own_heads": False, "trained_residual": False}),
     "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
     "eagle": (EAGLE, {}),
     "eagle, chain": (EAGLE, {"tree": "chain"}),
@@ -59,6 +59,7 @@ KINDS = {
     "eagle3": (EAGLE3, {}),
     "eagle3, one level": (EAGLE3, {"depth": 1}),
     "eagle3, draft vocabulary": (EAGLE3, {"own_head": True, "draft_vocab_size": 9}),
+    "eagle3, the base's rows": (EAGLE3, {"draft_vocab_size": 9}),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_class = pytest.mark.parametrize(
@@ -260,7 +261,7 @@ WRONG = {
     ],
     "eagle3": [
         *({"num_unroll": 0}, {"window": 6, "num_unroll": 7, "depth": 4}, {"hidden_layers": [2, 16, 29]}),
-        {"draft_vocab_size": 9},
+        {"draft_vocab_size": -1},
     ],
 }
 

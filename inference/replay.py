@@ -115,7 +115,7 @@ def measure(turns: Sequence[tuple[Question, list[Step]]]) -> dict[str, float | N
         "acceptance length": figures.length.value,
         "mean per question": figures.mean.value,
         "fed per step": figures.fed_per_step,
-        "hit ratio": figures.hit_ratio,
+        "draft efficiency": figures.draft_efficiency,
     }
 
 

@@ -113,7 +113,7 @@ BENCHMARKS = {
         download="test.jsonl of openai/grade-school-math",
         styles={
             "plain": Style(),
-            "ctc": Style(CTC_INSTRUCTION + "{question}"),
+            "ctc": Style(CTC_INSTRUCTION + "{question}", max_new_tokens=512),  # as its authors' baseline
             # The form that Ouroboros uses.
             "shots": Style(
                 "Q: {question}\nA:", "Q: {question}\nA: {answer}\n\n", num_shots=8, is_raw=True, stops=("\nQ:",)

@@ -55,6 +55,7 @@ class Style:
     num_shots: int = 0
     is_raw: bool = False  # see `Question`, as for `stops`
     stops: tuple[str, ...] = ()
+    max_new_tokens: int | None = None  # per answer; None for the benchmark's own
 
     def put(self, question: Question, shots: Sequence[Question]) -> Question:
         """Return the question as this style asks it. Turns after the first do not change."""
@@ -76,8 +77,9 @@ class Benchmark:
     source: str | None  # its rows, as `data.sources.read_rows` names them; None if it has no copy on the hub
     fields: str  # of a row, for error messages
     read: Callable[[Mapping, int], Question]  # from a row and its index; the first turn is the question's plain text
-    # Per answer: HumanEval, MBPP, GSM8K, CNN/DM and WMT16 as in section 4.1 of the Ouroboros paper, MT-Bench as in the
-    # answers released with CTC-drafter, Spec-Bench as in its own evaluation, XSum as CNN/DM. The others are our choice.
+    # Per answer, where a style has none: HumanEval, MBPP, GSM8K, CNN/DM and WMT16 as in section 4.1 of the Ouroboros
+    # paper, MT-Bench as in the answers released with CTC-drafter, Spec-Bench as in its own evaluation, XSum as CNN/DM.
+    # The others are our choice.
     max_new_tokens: int
     styles: Mapping[str, Style] = field(default_factory=lambda: {"plain": Style()})  # the first is the default
     score: Score | None = None  # of answers to questions that have a reference, in percent

@@ -35,11 +35,13 @@ def read_xsum(row: Mapping, index: int) -> Question:
 
 
 def _styles(instruction: str) -> dict[str, Style]:
+    """The prompts of the ANPD paper give 512 tokens, as the code of Zhang et al. 2023, whose settings it shares."""
     article = "Article: {question}\nSummary:"  # as in the ANPD paper (its Figure 9)
+    examples, ends = f"{article} {{answer}}\n", ("\nArticle:",)
     return {
         "instruct": Style(f"{instruction}\n\n{{question}}"),  # in our own wording
-        "alpaca": Style(ALPACA, is_raw=True, stops=("\n###",)),
-        "shot": Style(article, f"{article} {{answer}}\n", num_shots=1, is_raw=True, stops=("\nArticle:",)),
+        "alpaca": Style(ALPACA, is_raw=True, stops=("\n###",), max_new_tokens=512),
+        "shot": Style(article, examples, num_shots=1, is_raw=True, stops=ends, max_new_tokens=512),
         "ouroboros": Style(OUROBOROS, is_raw=True),
     }
 

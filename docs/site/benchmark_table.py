@@ -19,7 +19,8 @@ def table() -> str:
 
 
 def describe(style: Style) -> str:
-    """The prompt of a style as code, with its number of examples, and whether it is raw."""
+    """The prompt of a style as code, with its number of examples, whether it is raw, and its own longest answer."""
     shots = f", behind {style.num_shots} example{'s' if style.num_shots > 1 else ''}" if style.num_shots else ""
     prompt = " ↵ ".join(line for line in style.prompt.split("\n") if line).replace("|", "\\|")
-    return f"```` {prompt} ````{shots}{', raw' if style.is_raw else ''}"
+    length = f", {style.max_new_tokens} tokens" if style.max_new_tokens else ""
+    return f"```` {prompt} ````{shots}{', raw' if style.is_raw else ''}{length}"

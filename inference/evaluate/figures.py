@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
 
 from data.templates import ReasoningMarks
 from inference.evaluate.answers import Answer, Turn, count_tokens, decode_steps, median_answers, turns_of
@@ -14,6 +16,8 @@ from inference.verifier import session
 from inference.verifier.session import PHASES, Step
 
 SHORTEST = 256  # tokens; each further range of lengths begins at twice the length
+
+EFFICIENCY = AliasChoices("draft_efficiency", "hit_ratio")  # its name in folders from before 29 November 2026
 
 Terms = tuple[float, int, float, int]  # seconds and tokens of the baseline, then of the drafter
 
@@ -39,7 +43,7 @@ class AcceptanceFigures:
     fed_per_step: Figure | None = None  # mean number of tokens fed to the base per step
     scratch_per_step: Figure | None = None  # of them, those that could not be accepted
     draft_forwards_per_step: Figure | None = None  # forwards of a draft module or model
-    hit_ratio: Figure | None = None  # accepted / fed draft tokens, the draft efficiency
+    draft_efficiency: Annotated[Figure | None, Field(validation_alias=EFFICIENCY)] = None  # accepted / fed draft tokens
     accepted_per_step: Figure | None = None  # accepted draft tokens / base forwards: ANPD's alpha (section 4.5) times K
     fed_per_token: Figure | None = None  # tokens fed for each emitted token
     wasted_per_token: Figure | None = None  # of them, those that are neither a root nor accepted
@@ -260,7 +264,7 @@ class DraftCounts:
         """The fields of an `AcceptanceFigures` that follow from these sums."""
         return {
             "fed_per_step": quotient(self.fed, self.steps),
-            "hit_ratio": quotient(self.accepted, self.drafted),
+            "draft_efficiency": quotient(self.accepted, self.drafted),
             "accepted_per_step": quotient(self.accepted, self.steps),
             "fed_per_token": quotient(self.fed, self.emitted),
             "wasted_per_token": quotient(self.fed - self.steps - self.accepted, self.emitted),

@@ -206,6 +206,15 @@ def test_a_batch_without_an_answer_has_zero_loss_with_a_gradient_for_every_weigh
         assert weight.grad is not None and not weight.grad.any(), name
 
 
+@pytest.mark.parametrize("kind", ["ctc, bias and chain", "block", "medusa", "hydra"])
+def test_zero_anchors_are_every_position_of_the_assistant(make, base_weights, kind):
+    batch = batch_for(every := make(kind, num_anchors=0), rows=2, length=12)
+    loss, seen = every.loss(batch, base_weights)
+    expected, also_seen = make(kind, num_anchors=12).loss(batch, base_weights)
+    assert loss == expected and seen == also_seen
+    assert loss != make(kind, num_anchors=1).loss(batch, base_weights)[0]
+
+
 @each_kind
 def test_an_answer_gives_every_weight_a_nonzero_gradient(make, base_weights, kind):
     drafter = make(kind).train()
@@ -245,7 +254,7 @@ def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
 
 WRONG = {
     "ctc": [
-        *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": 0}, {"top_k": 0}),
+        *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": -1}, {"top_k": 0}),
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}),
         *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
         *({"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),

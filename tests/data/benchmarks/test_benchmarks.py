@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from data.benchmarks import BENCHMARKS, Question, find_benchmark, load_questions
 from data.benchmarks.question import Checks
+from inference.options import QuestionOptions
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
@@ -312,9 +313,15 @@ def test_the_prompt_of_every_style_contains_the_complete_question(name):
 
 
 def test_length_limits_are_those_of_the_papers():
-    names = "humaneval", "mbpp", "gsm8k:ctc", "cnn_dm", "wmt16:ouroboros"
-    caps = [find_benchmark(name)[0].max_new_tokens for name in names]
-    assert caps == [512, 512, 256, 128, 64]  # Ouroboros, section 4.1
+    def caps(*names):
+        return list(QuestionOptions([*names]).caps().values())
+
+    ouroboros = "humaneval", "mbpp", "gsm8k:shots", "cnn_dm:ouroboros", "wmt16:ouroboros"
+    assert caps(*ouroboros) == [512, 512, 256, 128, 64], "section 4.1 of its paper"
+    assert caps("gsm8k:ctc", "mt_bench") == [512, 512], "the baseline answers of the CTC paper's authors"
+    anpd = "cnn_dm:alpaca", "cnn_dm:shot", "xsum:alpaca", "xsum:shot"
+    assert caps(*anpd) == [512] * 4, "the code of Zhang et al. 2023"
+    assert caps("gsm8k", "cnn_dm") == [256, 128]
 
 
 REAL = [  # files, and the number of questions in them

@@ -147,7 +147,7 @@ def test_alpha_times_num_draft_plus_1_is_the_acceptance_length_of_anpd(pseudo_ru
     figures = count_drafts([steps]).figures()
     assert figures["accepted_per_step"] / 6 == pytest.approx(alpha)
     assert alpha * 6 + 1 == pytest.approx(acceptance_length([steps]))
-    assert figures["hit_ratio"] > alpha > 0, "the share of the drafted tokens is another figure"
+    assert figures["draft_efficiency"] > alpha > 0, "the share of the drafted tokens is another figure"
 
 
 @each_drafter

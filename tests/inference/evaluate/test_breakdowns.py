@@ -27,7 +27,7 @@ def test_the_figures_of_each_convention():
     assert (counts.emitted, counts.accepted, counts.drafted, counts.fed) == (15, 9, 20, 6 + 20 + 3)
     assert counts.figures() == {
         "fed_per_step": 29 / 6,
-        "hit_ratio": 9 / 20,
+        "draft_efficiency": 9 / 20,
         "accepted_per_step": 9 / 6,
         "fed_per_token": 29 / 15,
         "wasted_per_token": (20 + 3 - 9) / 15,

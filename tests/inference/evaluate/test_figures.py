@@ -60,7 +60,7 @@ def test_acceptance_excludes_the_prefill_where_it_does_not_say_otherwise(summary
     assert (own.length.value, own.mean.value) == (pytest.approx(10 / 5), pytest.approx((7 / 3 + 3 / 2) / 2))
     assert own.ended == pytest.approx(5 / 2)  # question 1, turn 1; question 2, turn 2 adds nothing
     assert own.conventions["block efficiency (Ouroboros)"] == pytest.approx(14 / 9)
-    assert (own.fed_per_step, own.hit_ratio) == (pytest.approx(5), pytest.approx((2 + 1 + 2 + 0 + 1) / 20))
+    assert (own.fed_per_step, own.draft_efficiency) == (pytest.approx(5), pytest.approx((2 + 1 + 2 + 0 + 1) / 20))
     assert [rate.rate.value for rate in own.rates] == pytest.approx([4 / 5, 2 / 5])
 
 

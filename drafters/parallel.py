@@ -89,8 +89,8 @@ class ParallelDraftOptions:
     Args:
         tree: Kind of tree.
         num_nodes: M, largest number of nodes in a draft tree.
-        top_k: T * top_k tokens may enter the tree, those that are most probable in any frame. With a bias between
-            neighbouring tokens at least 96, and likely successors among them.
+        top_k: T * top_k tokens may enter the tree, those that are most probable in any frame; with a bias between
+            neighbouring tokens those that the draft is expected to show most often.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
             time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did, and

@@ -1,8 +1,12 @@
 """Candidates and their probabilities, against the softmax over the full vocabulary."""
 
+from collections import Counter
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from drafters.nn.markov import Markov
 from drafters.nn.table import Table
@@ -85,7 +89,6 @@ def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(
 ):
     if is_short:
         monkeypatch.setattr(module, "NUM_LIKELY", 7)
-        monkeypatch.setattr(module, "NUM_LISTED", 5)
     generator = torch.Generator().manual_seed(num_drafts)
     logits = torch.randn(num_drafts, T, V + 1, generator=generator, dtype=torch.float64)
     roots, bias = torch.randint(V, (num_drafts,), generator=generator), markov if with_bias else None
@@ -114,7 +117,6 @@ def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a
     logits, markov, num_symbols, monkeypatch
 ):
     monkeypatch.setattr(module, "NUM_LIKELY", 5)
-    monkeypatch.setattr(module, "NUM_LISTED", 3)
     roots = torch.tensor([2, 7, 0])
     logits = logits[..., :num_symbols]
     markov.right = torch.nn.Parameter(markov.right[:num_symbols], requires_grad=False)
@@ -129,11 +131,89 @@ def test_of_a_large_vocabulary_the_unlikely_tokens_count_as_one_symbol_without_a
         torch.testing.assert_close(probs, raised[..., columns] / raised.sum(-1, keepdim=True))
 
 
-def test_a_short_list_has_the_likely_tokens_and_the_likely_successors_of_the_root_and_of_these(monkeypatch):
-    monkeypatch.setattr(module, "NUM_BEFORE", 2)
-    frames = torch.tensor([[[9.0, 8.0, 7.0, 6.0, 1.0, 1.0, 1.0, 1.0, 0.0]]]).log_softmax(-1)
-    left, right = torch.eye(V), torch.zeros(V, V)
-    for before, after in ((8, 5), (1, 6), (2, 7), (0, 4)):  # only two tokens and the root, 8, may come before
-        right[after, before] = 50.0
-    symbols = Symbols(frames, torch.arange(8)[None], left, right[None])
-    assert set(module.short_list(symbols, torch.tensor([8]), 5)[0].tolist()) == {5, 6, 4, 0, 1}
+# ---- the choice with a bias
+
+
+def expected_frames(logits, roots, markov):
+    """(A, V) the expected frames of all tokens; the rest is impossible."""
+    log_probs = pad(logits.log_softmax(-1), (0, 1), value=-torch.inf)
+    tokens = torch.cat([torch.arange(V).expand(len(roots), -1), roots[:, None]], 1)
+    right = pad(markov.right, (0, 0, 0, 1)).expand(len(roots), -1, -1)
+    return module.expected_frames(Symbols(log_probs, tokens, markov.left, right, logits.shape[-1] > V))
+
+
+def literal_expected_frames(frames, root, markov, num_last):
+    """(V,) the same for one draft, symbol by symbol: p_t(v | l) for the root and the most probable last tokens l."""
+    expected, probability = (
+        torch.zeros(V, dtype=torch.float64),
+        Counter({None: 1.0}),
+    )  # None: only blanks below the root
+    for frame in frames:
+        most_probable = sorted(set(probability) - {None}, key=probability.get)[-num_last:]
+        following = Counter()
+        for last in [None, *most_probable]:
+            distribution = (frame + markov(root if last is None else torch.tensor(last))).softmax(-1)
+            for symbol, p in enumerate(distribution.tolist()):
+                following[last if symbol == V else symbol] += probability[last] * p
+                if symbol < V:
+                    expected[symbol] += probability[last] * p
+        probability = following
+    return expected
+
+
+def expected_frames_of_all_sequences(frames, root, markov):
+    """(V,) the same with every last token: the sum over all sequences of symbols."""
+    expected = torch.zeros(V, dtype=torch.float64)
+    for sequence in product(range(frames.shape[1]), repeat=len(frames)):
+        last, probability = root, 1.0
+        for frame, symbol in zip(frames, sequence, strict=True):
+            probability *= (frame + markov(last)).softmax(-1)[symbol].item()
+            last = last if symbol == V else torch.tensor(symbol)
+        for symbol in sequence:
+            if symbol < V:
+                expected[symbol] += probability
+    return expected
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("num_last", [1, 3, V])
+@pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
+def test_the_expected_frames_are_those_of_the_plain_sum(logits, markov, num_symbols, num_last, has_bias, monkeypatch):
+    monkeypatch.setattr(module, "NUM_LAST", num_last)
+    logits, roots = logits[:, :, :num_symbols], torch.tensor([5, 2, 5])
+    markov.right = torch.nn.Parameter(markov.right[:num_symbols] * has_bias, requires_grad=False)
+    for expected, frames, root in zip(expected_frames(logits, roots, markov), logits, roots, strict=True):
+        torch.testing.assert_close(expected, literal_expected_frames(frames, root, markov, num_last))
+    if num_last == V:
+        two = expected_frames(logits[:1, :2], roots[:1], markov)[0]
+        torch.testing.assert_close(two, expected_frames_of_all_sequences(logits[0, :2], roots[0], markov))
+        if not has_bias:
+            torch.testing.assert_close(expected, frames.softmax(-1)[:, :V].sum(0))
+
+
+def test_no_node_is_more_probable_than_its_token_is_expected(logits, markov, monkeypatch):
+    """So whatever is more probable than the least expected candidate is made of candidates."""
+    monkeypatch.setattr(module, "NUM_LAST", V)
+    roots = torch.full((A,), 4)
+    trees = search(choose(logits, roots, V, V, markov), SearchLimits(500, T))
+    for tree, expected in zip(trees, expected_frames(logits, roots, markov), strict=True):
+        assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, tree.probabilities, strict=True))
+
+
+@pytest.mark.parametrize("has_blank", [True, False], ids=["ctc", "block"])
+def test_few_candidates_make_almost_the_tree_of_all_tokens(has_blank):
+    """Although each token is likely only after the one before it, in no frame by itself."""
+    num_tokens, num_drafts, num_frames = 200, 8, 6
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_drafts, num_frames, num_tokens + has_blank, generator=generator)
+    markov = Markov(num_tokens, num_tokens, num_tokens + has_blank).requires_grad_(False)
+    markov.left.copy_(torch.eye(num_tokens))
+    followers = torch.randperm(num_tokens, generator=generator)
+    markov.right[followers, torch.arange(num_tokens)] = 8.0
+    roots, limits = torch.arange(num_drafts), SearchLimits(16, num_frames)
+    few, every = (
+        sum(sum(tree.probabilities) for tree in search(choose(logits, roots, num_tokens, number, markov), limits))
+        for number in (24, num_tokens)
+    )
+    assert 0.98 * every < few <= every
+    assert every > 2 * num_drafts  # the second successors are as good as sure

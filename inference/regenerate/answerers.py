@@ -77,7 +77,7 @@ class LocalAnswerer:
         prefill, *steps = (after - before for before, after in pairwise(moments))
         widths = [max(len(request.prompt) for request in batch) * len(batch) for batch in [trial, *batches]]
         num_steps = sum(max(request.max_new_tokens for request in batch) - 1 for batch in batches)
-        return prefill / widths[0] * sum(widths[1:]) + min(steps, default=0.0) * num_steps
+        return prefill / widths[0] * sum(widths[1:]) + sum(steps) / (len(steps) or 1) * num_steps
 
     def read(self, reply: Any) -> list[int]:
         """Return a reply that a journal holds; raises ValueError if the base cannot have given it."""

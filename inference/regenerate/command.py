@@ -183,6 +183,7 @@ def answer_all(
                 for index, reply in recorded.answer(turn, batch, advance).items():
                     answerer.add(dialogues[index], batch[index].prompt, reply, counts)
             turn += 1
+        bars.update(task, total=bars.tasks[0].completed)
     return counts
 
 

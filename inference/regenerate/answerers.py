@@ -47,9 +47,7 @@ class LocalAnswerer:
         """Identifies the weights in a journal."""
         return base_hash(self.base)
 
-    def answer(
-        self, requests: Sequence[Request], advance: Callable[[int], None] = lambda num_tokens: None
-    ) -> list[list[int]]:
+    def answer(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[list[int]]:
         """Decode all requests in one batch, or in two halves if the memory does not suffice.
 
         ``advance`` is called after each step with the number of new tokens.
@@ -185,9 +183,7 @@ class ServerAnswerer:
         """Identifies the weights in a journal."""
         return f"{self.server.model} on a server"
 
-    def answer(
-        self, requests: Sequence[Request], advance: Callable[[int], None] = lambda num_tokens: None
-    ) -> list[dict[str, Any]]:
+    def answer(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Send the requests, up to ``concurrency`` of them at the same time, and report the tokens of each reply.
 
         Raises ValueError if the server fails at every request, or `ask` finds that no request can succeed.

@@ -157,11 +157,13 @@ def answer_all(
     recorded, counts, turn = RecordedAnswers(answerer, journal), AnswerCounts(), 0
     max_tokens = options.max_tokens if isinstance(answerer, LocalAnswerer) else sys.maxsize  # a server batches itself
     with progress_bars() as bars:
-        task = bars.add_task("tokens", total=None)
+        bars.add_task("tokens", total=None)
+        [task] = bars.tasks  # its fields are set directly, as `bars.update` of the total forgets the speed
 
         def advance(num_tokens: int) -> None:
-            bars.update(task, description=f"tokens ({bars.tasks[0].speed or 0:,.1f} per second)")
-            bars.advance(task, num_tokens)
+            if task.speed:
+                task.description = f"tokens ({task.speed:,.1f} per second)"
+            bars.advance(task.id, num_tokens)
 
         while any(dialogue.num_remaining for dialogue in dialogues):
             requests: dict[int, Request] = {}
@@ -178,12 +180,12 @@ def answer_all(
                 print(f"{count}, about {left} if no answer ends early", file=sys.stderr, flush=True)
             num_left = sum(dialogue.num_remaining for dialogue in dialogues) * options.max_new_tokens
             for batch in batches:
-                bars.update(task, total=bars.tasks[0].completed + num_left)
+                task.total = task.completed + num_left
                 num_left -= len(batch) * options.max_new_tokens
                 for index, reply in recorded.answer(turn, batch, advance).items():
                     answerer.add(dialogues[index], batch[index].prompt, reply, counts)
             turn += 1
-        bars.update(task, total=bars.tasks[0].completed)
+        task.total = task.completed
     return counts
 
 

@@ -139,7 +139,9 @@ def test_each_step_is_reported_by_its_tokens_behind_an_estimate_of_the_time(
     num_tokens = answered(tiny_base, asked, tmp_path, 3, num_turns=1)[1].num_tokens
     estimate, *lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"turn 1: 14 prompts in 5 batches, about 0:0\d:\d\d if no answer ends early", estimate)
-    found = [re.fullmatch(r"tokens \([\d,.]+ per second\): (\d+) of (\d+), [\d:?]+ left", line) for line in lines]
+    pattern = r"tokens(?: \([\d,.]+ per second\))?: (\d+) of (\d+), [\d:?]+ left"
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert all("per second" in line and "?" not in line for line in lines[2:]), "also when a batch begins"
     done, totals = zip(*((int(each[1]), int(each[2])) for each in found), strict=True)
     assert done[:2] == (3, 6) and totals[0] == 14 * MAX_NEW_TOKENS, "from the first step on"
     assert done[-1] == num_tokens and sorted(done) == list(done)

@@ -254,7 +254,9 @@ class AnswerOptions:
         max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
         max_length: Maximum number of tokens of a conversation; by default the context length of the base.
         num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
-        batch_size: Prompts decoded together. An interrupted run loses at most this many answers.
+        batch_size: Maximum number of prompts decoded together. An interrupted run loses at most this many answers.
+        max_tokens: Maximum number of tokens of the prompts that the base reads together, padding included, so that long
+            prompts are decoded in small batches. A server gets whole ones.
         own_prompts: Prompts that the base writes itself and then answers, beside those of ``files`` (Magpie).
     """
 
@@ -265,6 +267,7 @@ class AnswerOptions:
     max_length: int | None = None
     num_answers: int = 1
     batch_size: int = 64
+    max_tokens: int = 8192
     own_prompts: int = 0
 
 

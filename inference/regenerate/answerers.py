@@ -1,8 +1,10 @@
 """What answers the prompts: the base in this process, or an OpenAI-compatible server that hosts it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -45,13 +47,16 @@ class LocalAnswerer:
         """Identifies the weights in a journal."""
         return base_hash(self.base)
 
-    def answer(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Decode all requests in one batch, or in two halves if the memory does not suffice."""
+    def answer(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[list[int]]:
+        """Decode all requests in one batch, or in two halves if the memory does not suffice.
+
+        ``advance`` is called after each step with the number of new tokens.
+        """
         limits = [request.max_new_tokens for request in requests]
         samplers = [request.sampling.sampler() for request in requests]
         keyed = [sampler for sampler in samplers if isinstance(sampler, KeyedSampler)]  # none if greedy
         try:
-            return decode_batch(self.base, [request.prompt for request in requests], limits, keyed)
+            return decode_batch(self.base, [request.prompt for request in requests], limits, keyed, advance)
         except torch.OutOfMemoryError as error:
             if len(requests) == 1:
                 raise ValueError(
@@ -60,7 +65,17 @@ class LocalAnswerer:
                 ) from error
         torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
         half = len(requests) // 2
-        return self.answer(requests[:half]) + self.answer(requests[half:])
+        return self.answer(requests[:half], advance) + self.answer(requests[half:], advance)
+
+    def estimated_seconds(self, batches: Sequence[Sequence[Request]]) -> float:
+        """Estimate how long batches take if no answer ends early, by three steps of the one in the middle."""
+        trial, moments = batches[len(batches) // 2], [perf_counter()]
+        short = [replace(request, max_new_tokens=min(3, request.max_new_tokens)) for request in trial]
+        self.answer(short, lambda _: moments.append(perf_counter()))
+        prefill, *steps = (after - before for before, after in pairwise(moments))
+        widths = [max(len(request.prompt) for request in batch) * len(batch) for batch in [trial, *batches]]
+        num_steps = sum(max(request.max_new_tokens for request in batch) - 1 for batch in batches)
+        return prefill / widths[0] * sum(widths[1:]) + sum(steps) / (len(steps) or 1) * num_steps
 
     def read(self, reply: Any) -> list[int]:
         """Return a reply that a journal holds; raises ValueError if the base cannot have given it."""
@@ -76,9 +91,13 @@ class LocalAnswerer:
 
 @torch.inference_mode()
 def decode_batch(
-    base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], samplers: Sequence[KeyedSampler] = ()
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    samplers: Sequence[KeyedSampler] = (),
+    advance: Callable[[int], None] = lambda num_tokens: None,
 ) -> list[list[int]]:
-    """Continue B prompts, each to its own length.
+    """Continue B prompts, each to its own length, and call ``advance`` with the number of new tokens of each step.
 
     Every row is what its prompt is continued by alone: greedily as by `Base.greedy`, sampled as by a session with the
     row's sampler. In float32 and float64 the other rows can change it only where two logits, or a sum of probabilities
@@ -108,6 +127,7 @@ def decode_batch(
             picks = draw_tokens(samplers[0].probabilities(logits[:, -1]), numbers)  # (B,)
         else:
             picks = most_probable(logits[:, -1])
+        advance(sum(is_unfinished))
         for row, token in zip(rows, picks.tolist(), strict=True):
             if is_unfinished[row]:
                 answers[row].append(token)
@@ -163,13 +183,16 @@ class ServerAnswerer:
         """Identifies the weights in a journal."""
         return f"{self.server.model} on a server"
 
-    def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Send the requests, up to ``concurrency`` of them at the same time.
+    def answer(self, requests: Sequence[Request], advance: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Send the requests, up to ``concurrency`` of them at the same time, and report the tokens of each reply.
 
         Raises ValueError if the server fails at every request, or `ask` finds that no request can succeed.
         """
         with ThreadPoolExecutor(self.concurrency) as pool:
-            replies = list(pool.map(self.ask, requests))  # an error cancels the requests that wait
+            replies = []
+            for reply in pool.map(self.ask, requests):  # an error cancels the requests that wait
+                replies.append(reply)
+                advance(reply.num_written or 0)
         if len(replies) > 1 and all(reply.is_failing for reply in replies):
             raise ValueError(
                 f"{self.server.root} fails at all of {len(replies)} requests ({replies[0].refused}): "

@@ -1,8 +1,10 @@
 """``drafters regenerate``: let the base answer the prompts of a data set, so that a drafter learns the base's text."""
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +25,7 @@ from inference.verifier.session import check_prompt
 
 OWN_PROMPTS = SamplingOptions(temperature=0.85)  # how prompts of the base's own are sampled
 MAX_PROMPT_TOKENS = 192  # a longer one is left out
+MIN_BATCHES_OF_ESTIMATE = 4  # the time of fewer is not estimated, which takes the prefill of one of them
 
 
 def regenerate(
@@ -31,7 +34,7 @@ def regenerate(
 ) -> None:  # fmt: skip
     """Run `drafters regenerate`, see `inference.commands.regenerate`."""
     numbers = {"limit": answers.limit, "max_length": answers.max_length, "concurrency": source.concurrency}
-    numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size")}
+    numbers |= {name: getattr(answers, name) for name in ("max_new_tokens", "num_answers", "batch_size", "max_tokens")}
     check_at_least(1, **{name: number for name, number in numbers.items() if number is not None})
     check_at_least(0, own_prompts=answers.own_prompts)
     sampling.sampler()  # raises ValueError if a value is out of range
@@ -124,11 +127,16 @@ class RecordedAnswers:
         for turn, replies in journal.entries(lambda entry: (entry[0], [(i, answerer.read(r)) for i, r in entry[1]])):
             self._replies |= {(turn, index): reply for index, reply in replies}
 
-    def answer(self, turn: int, requests: Mapping[int, Request]) -> dict[int, Any]:
-        """Return the reply to each request of a batch."""
-        new = [index for index in requests if (turn, index) not in self._replies]
-        if new:
-            replies = list(zip(new, self.answerer.answer([requests[index] for index in new]), strict=True))
+    def missing(self, turn: int, indices: Iterable[int]) -> list[int]:
+        """Return the conversations whose replies in a turn are not recorded."""
+        return [index for index in indices if (turn, index) not in self._replies]
+
+    def answer(
+        self, turn: int, requests: Mapping[int, Request], advance: Callable[[int], None] = lambda num_tokens: None
+    ) -> dict[int, Any]:
+        """Return the reply to each request of a batch, and call ``advance`` with each number of new tokens."""
+        if new := self.missing(turn, requests):
+            replies = list(zip(new, self.answerer.answer([requests[index] for index in new], advance), strict=True))
             self.journal.append([turn, replies])
             self._replies |= {(turn, index): reply for index, reply in replies}
         return {index: self._replies.pop((turn, index)) for index in requests}
@@ -144,29 +152,53 @@ def answer_all(
     """Answer every conversation, turn by turn, in batches of prompts of similar length.
 
     The batches do not depend on the journal of `RecordedAnswers`, so an interrupted run ends in the same texts, bit for
-    bit, as long as ``batch_size`` is the same.
+    bit, as long as ``batch_size`` and ``max_tokens`` are the same.
     """
     recorded, counts, turn = RecordedAnswers(answerer, journal), AnswerCounts(), 0
-    total = sum(dialogue.num_remaining for dialogue in dialogues)
+    max_tokens = options.max_tokens if isinstance(answerer, LocalAnswerer) else sys.maxsize  # a server batches itself
     with progress_bars() as bars:
-        task = bars.add_task("regenerate", total=total)
-        while remaining := sum(dialogue.num_remaining for dialogue in dialogues):
-            bars.update(task, completed=total - remaining)
+        bars.add_task("tokens", total=None)
+        [task] = bars.tasks  # its fields are set directly, as `bars.update` of the total forgets the speed
+
+        def advance(num_tokens: int) -> None:
+            if task.speed:
+                task.description = f"tokens ({task.speed:,.1f} per second)"
+            bars.advance(task.id, num_tokens)
+
+        while any(dialogue.num_remaining for dialogue in dialogues):
             requests: dict[int, Request] = {}
             for index, dialogue in enumerate(dialogues):
                 if dialogue.num_remaining and (prompt := prompt_with_room(dialogue, answerer, counts)) is not None:
                     limit = min(options.max_new_tokens, answerer.max_length - len(prompt))
                     seed = derived_seed(sampling.seed, *divmod(index, options.num_answers), turn) % NUM_SEEDS
                     requests[index] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
-            # The longest prompts come first, so that a lack of memory shows at once.
-            order = sorted(requests, key=lambda index: (-len(requests[index].prompt), index))
-            for first in range(0, len(order), options.batch_size):
-                batch = {index: requests[index] for index in order[first : first + options.batch_size]}
-                for index, reply in recorded.answer(turn, batch).items():
+            batches = list(batches_of(requests, options.batch_size, max_tokens))
+            waiting = [[*batch.values()] for batch in batches if recorded.missing(turn, batch)]
+            if isinstance(answerer, LocalAnswerer) and len(waiting) >= MIN_BATCHES_OF_ESTIMATE:
+                left = timedelta(seconds=round(answerer.estimated_seconds(waiting)))
+                count = f"turn {turn + 1}: {sum(map(len, waiting)):,} prompts in {len(waiting):,} batches"
+                print(f"{count}, about {left} if no answer ends early", file=sys.stderr, flush=True)
+            num_left = sum(dialogue.num_remaining for dialogue in dialogues) * options.max_new_tokens
+            for batch in batches:
+                task.total = task.completed + num_left
+                num_left -= len(batch) * options.max_new_tokens
+                for index, reply in recorded.answer(turn, batch, advance).items():
                     answerer.add(dialogues[index], batch[index].prompt, reply, counts)
-                bars.advance(task, len(batch))
             turn += 1
+        task.total = task.completed
     return counts
+
+
+def batches_of(requests: Mapping[int, Request], batch_size: int, max_tokens: int) -> Iterator[dict[int, Request]]:
+    """Split requests into batches of similar length, under a limit of rows and one of tokens, padding included.
+
+    The longest prompts come first, so that a lack of memory shows at once. One above ``max_tokens`` is read alone.
+    """
+    order = sorted(requests, key=lambda index: (-len(requests[index].prompt), index))
+    while order:
+        num_rows = max(1, min(batch_size, max_tokens // (len(requests[order[0]].prompt) or 1)))
+        yield {index: requests[index] for index in order[:num_rows]}
+        order = order[num_rows:]
 
 
 def prompt_with_room(dialogue: Dialogue, answerer: Answerer, counts: AnswerCounts) -> list[int] | None:

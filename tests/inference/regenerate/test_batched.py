@@ -1,4 +1,4 @@
-"""Batched decoding."""
+"""Batches of prompts, and how they are decoded."""
 
 import random
 from dataclasses import replace
@@ -10,7 +10,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from inference.generation import generate
 from inference.options import SamplingOptions
-from inference.regenerate.answerers import decode_batch
+from inference.regenerate.answerers import Request, decode_batch
+from inference.regenerate.command import batches_of
 from inference.verifier.base import Base
 
 RNG = random.Random(1)
@@ -42,6 +43,46 @@ def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, 
         for answer in decode_batch(base, PROMPTS[first : first + size], LIMITS[first : first + size])
     ]
     assert written == expected
+
+
+def test_prompts_of_equal_length_are_attended_without_a_mask(make_base, monkeypatch):
+    masks, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*given, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return attention(*given, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    base, prompt = make_base("llama"), PROMPTS[0]
+    decode_batch(base, [prompt, prompt[::-1]], [3, 3])
+    assert masks and all(mask is None for mask in masks)
+    decode_batch(base, [prompt, prompt[1:]], [3, 3])
+    assert any(mask is not None for mask in masks)
+
+
+# Prompt lengths of 64 of the first 600 conversations of Dolly with SmolLM2's chat template: the four longest, then each
+# tenth.
+LENGTHS = [2611, 2285, 980, 919, 803, 448, 306, 228, 192, 163, 137, 111, 84, 73, 68, 65, 62, 60, 58, 54, 52, 51, 48, 47]
+LENGTHS += [46, 46, 45, 45, *[44] * 4, 43, 43, *[42] * 3, *[41] * 5, *[40] * 3, *[39] * 5, *[38] * 4, *[37] * 3]
+LENGTHS += [36, 36, 36, 35, 35, 35, 34]
+
+
+def test_a_limit_of_tokens_keeps_long_prompts_from_padding_short_ones():
+    requests = {
+        index: Request([], [1] * length, 8) for index, length in enumerate(random.Random(2).sample(LENGTHS, 64))
+    }
+
+    def num_padded(max_tokens):
+        batches = [list(batch.values()) for batch in batches_of(requests, 64, max_tokens)]
+        ordered = [len(request.prompt) for batch in batches for request in batch]
+        assert ordered == sorted(LENGTHS, reverse=True)
+        sizes = [len(batch[0].prompt) * len(batch) for batch in batches]
+        assert all(size <= max_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
+        return sum(sizes)
+
+    assert num_padded(1 << 30) == 64 * 2611
+    assert num_padded(8192) * 7 < num_padded(1 << 30)
+    assert num_padded(1) == sum(LENGTHS), "a prompt above the limit is read alone"
 
 
 def test_a_base_with_a_sliding_window_is_refused_in_one_line():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ import torch
 from data.conversations import load_conversations, user_message
 from data.module import ShareGPTData
 from data.templates import encode, encode_prompt
+from inference import runs
 from inference.journal import Journal
 from inference.options import AnswerOptions, SamplingOptions
 from inference.regenerate import answerers
@@ -50,14 +52,14 @@ def asked(tmp_path_factory):
     return str(path)
 
 
-def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
+def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512, max_tokens=8192):
     dialogues = [
         Dialogue(c, base.tokenizer, "tokenizer", num_turns)
         for c in load_conversations([asked], requires_answers=False)[0]
     ]
     with Journal(folder / "journal", {}) as journal:
         answerer = LocalAnswerer(base, max_length)
-        options = AnswerOptions(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size)
+        options = AnswerOptions(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size, max_tokens=max_tokens)
         counts = answer_all(dialogues, answerer, journal, options)
     return dialogues, counts
 
@@ -117,6 +119,34 @@ def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, ask
     dialogues, counts = answered(mute, asked, tmp_path / "c")
     assert counts.dropped.counts == {"the answer is empty": 14} and counts.num_answers == 0
     assert "turn 1: the answer is empty" in str(counts.dropped)
+
+
+def test_a_limit_of_tokens_changes_batches_and_no_answer(tiny_base, asked, tmp_path):
+    sizes, written = [], []
+    for max_tokens in (1 << 30, 600, 1):
+        dialogues, counts = answered(tiny_base, asked, tmp_path / str(max_tokens), 8, max_tokens=max_tokens)
+        lines = (tmp_path / str(max_tokens) / "journal").read_text().splitlines()[1:]
+        sizes.append([len(replies) for _, replies in map(json.loads, lines)])
+        written.append([dialogue.record() for dialogue in dialogues])
+    assert written[0] == written[1] == written[2]
+    assert len(sizes[0]) < len(sizes[1]) < len(sizes[2]) == counts.num_answers == len(sizes[2]) * max(sizes[2])
+
+
+def test_each_step_is_reported_by_its_tokens_behind_an_estimate_of_the_time(
+    tiny_base, asked, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(runs, "SECONDS_PER_LOG_LINE", 0)
+    num_tokens = answered(tiny_base, asked, tmp_path, 3, num_turns=1)[1].num_tokens
+    estimate, *lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"turn 1: 14 prompts in 5 batches, about 0:0\d:\d\d if no answer ends early", estimate)
+    pattern = r"tokens(?: \([\d,.]+ per second\))?: (\d+) of (\d+), [\d:?]+ left"
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert all("per second" in line and "?" not in line for line in lines[2:]), "also when a batch begins"
+    done, totals = zip(*((int(each[1]), int(each[2])) for each in found), strict=True)
+    assert done[:2] == (3, 6) and totals[0] == 14 * MAX_NEW_TOKENS, "from the first step on"
+    assert done[-1] == num_tokens and sorted(done) == list(done)
+    answered(tiny_base, asked, tmp_path, 3, num_turns=1)
+    assert not capsys.readouterr().err, "nothing is estimated or decoded where the journal has all answers"
 
 
 @pytest.mark.slow
@@ -263,6 +293,7 @@ def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, as
     [
         (["--limit", 0], "limit must be at least 1, not 0"),
         (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
+        (["--max-tokens", 0], "max_tokens must be at least 1, not 0"),
         (["--max-length", 513], "max_length is 513, but the context of"),
         (["--max-length", 8], "no prompt was answered: dropped 14 answers (14 x the prompt leaves no room"),
         (["--turns", "last"], "turns"),

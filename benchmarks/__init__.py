@@ -10,7 +10,8 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 - docs/results/int8.md: `quantised` (quality and steps of a base in 8 bits) and `against_llama_cpp` (our loop on a CPU
   beside llama.cpp with the same file)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base, by `widening`)
-- docs/results/training.md: `training_speed` (a training step by phase)
+- docs/results/training.md: `training_speed` (a training step by phase) and `training_launches` (what a step of the
+  recipes for large bases launches)
 - `make gpu`: `gpu` (a page in ten minutes, with limits for its parts) and `gpu_parts` (what it measures)
 - docs/design.md: `launches` (operators, copies and waits of a decoding step)
 - checkpoints/tiny-chat: `pretrain` (its tokenizer, its training and its folder)

@@ -84,7 +84,7 @@ FULL = Sizes(
     draft_context=2048,
     num_questions=4,
     max_new_tokens=64,
-    batch_size=(4, 2048),
+    batch_size=(8, 1024),
     num_anchors=0,
     asked="--limit 4 --max_new_tokens 48",
 )

@@ -32,8 +32,10 @@ SHAPES = {
     "7b/16": (256, 688, 32, 4, 4),  # with a sixteenth of the width; of the vocabulary too, the shares of work are 7B's
     "8b": (4096, 14336, 32, 32, 8),
     "8b/16": (256, 896, 32, 8, 2),
+    "qwen3-8b": (4096, 12288, 36, 32, 8),
     "grouped": (512, 1408, 8, 16, 8),  # a small one with grouped heads into which tiny-chat fits
 }
+VOCAB_SIZES = {"8b": 128256, "8b/16": 128256, "qwen3-8b": 151936}  # of the others 32,000
 
 
 @dataclass

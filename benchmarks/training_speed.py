@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import drafters
-from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show
+from benchmarks.harness import SHAPES, VOCAB_SIZES, ResultTable, main, num_millions, random_llama, show
 from benchmarks.recipes import grouped
 from data.dtypes import Dtype
 from drafters import recipe
@@ -134,7 +134,7 @@ class TrainingStep:
 def training_speed(
     configs: list[str] = CONFIGS,
     shape: str = "1b",
-    vocab_size: int = 32000,
+    vocab_size: int | None = None,
     dtype: Dtype = "float32",
     precision: Literal["32", "bf16"] = "32",
     batch_size: int = 1,
@@ -148,9 +148,9 @@ def training_speed(
 
     Args:
         configs: Training configurations, whose drafters are measured.
-        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), 8b (LLaMA 3), or 7b/16, which has
-            a sixteenth of its width.
-        vocab_size: Vocabulary size V.
+        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), 8b (LLaMA 3), qwen3-8b, or 7b/16
+            and 8b/16, which have a sixteenth of the width.
+        vocab_size: Vocabulary size V. By default that of an 8b shape (128,256, qwen3-8b 151,936), otherwise 32,000.
         dtype: Dtype of the base.
         precision: Precision of the drafter's computations; its weights are float32.
         batch_size: Batch size B.
@@ -161,7 +161,7 @@ def training_speed(
         repeats: Timed steps of every drafter after a warm-up step.
         out: Markdown file to write the table to.
     """
-    torch_device = resolve_device(device)
+    torch_device, vocab_size = resolve_device(device), vocab_size or VOCAB_SIZES.get(shape, 32000)
     base = random_llama(shape, vocab_size, dtype, torch_device, context=length)
     title = f"{shape} ({num_millions(base)}), V = {vocab_size}, {dtype}, B = {batch_size}, S = {length}"
     headings = ["drafter", "M", "A", "tokens/s", "s/step", BASE, NETWORK, LOSS, OPTIMIZER, "of base", "spread"]

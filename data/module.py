@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
@@ -167,7 +168,14 @@ class ShareGPTData(L.LightningDataModule):
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
         sampler = BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens)
-        return loader_class(source, batch_sampler=sampler, collate_fn=collate, num_workers=options["num_workers"])
+        return loader_class(
+            source,
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=options["num_workers"],
+            persistent_workers=options["num_workers"] > 0,
+            pin_memory=torch.cuda.is_available(),  # so that a copy to the GPU does not wait
+        )
 
 
 def describe_epoch(batches: BucketSampler, trainer: L.Trainer | None) -> str:

@@ -4,6 +4,7 @@ import copy
 import resource
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,35 @@ class MemoryEstimate(L.Callback):
             f"training {num_parameters(drafter):,} parameters of {type(drafter).__name__}; "
             f"the base {base.name} stays frozen ({num_parameters(base.model):,} parameters, {base.model.dtype})"
         )
-        longest, max_tokens = max(lengths(data.train_set)), data.hparams["max_tokens"]
-        fitting = max(1, max_tokens // longest) if max_tokens else data.hparams["batch_size"]
-        size = min(data.hparams["batch_size"], fitting), longest
+        sizes = largest_batches(lengths(data.train_set), data.hparams["batch_size"], data.hparams["max_tokens"])
         device = trainer.strategy.root_device
         with trainer.precision_plugin.train_step_context():
             is_autocast = torch.is_autocast_enabled(device.type)
             autocast_dtype = torch.get_autocast_dtype(device.type) if is_autocast else None
         try:
-            parts = memory_parts(pl_module, trainer, size, autocast_dtype)
+            estimates = [(memory_parts(pl_module, trainer, size, autocast_dtype), size) for size in sizes]
         except Exception as error:  # the drafter of another package may read numbers, which such a step has not
             print(f"the memory of {type(drafter).__name__} cannot be estimated: {cause_of(error)}")
             return
+        parts, size = max(estimates, key=lambda estimate: sum(estimate[0].values()))
         if device.type != "cuda":
             pages = Path("/proc/self/statm")  # the peak would include what loading needed
             now = int(pages.read_text().split()[1]) * resource.getpagesize() if pages.exists() else peak_bytes(device)
             loaded = parts["weights of the base"] + num_bytes(drafter)
             parts = {"Python and its libraries": max(0, now - loaded)} | parts
         show(parts, size, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+
+
+def largest_batches(text_lengths: Sequence[int], batch_size: int, max_tokens: int | None) -> list[tuple[int, int]]:
+    """Return B and S of the batches that may need most: of the longest texts, and of as many as a batch can have.
+
+    >>> largest_batches([300, 1000, 2048], batch_size=8, max_tokens=8192)
+    [(4, 2048), (8, 1000)]
+    """
+    longest, max_tokens = max(text_lengths), max_tokens or batch_size * max(text_lengths)
+    fitting = [length for length in text_lengths if batch_size * length <= max_tokens]
+    sizes = {(min(batch_size, max(1, max_tokens // longest)), longest)}
+    return sorted(sizes | ({(batch_size, max(fitting))} if fitting else set()))
 
 
 def memory_parts(

@@ -23,6 +23,9 @@ from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
 from drafters.losses.label_loss import LabelLossOptions
 from drafters.protocol import at_least_one
 
+FRAME_CALLS, OTHER_CALLS = 10, 180
+"""Operators that a chunk calls for each frame of the recursion and its gradient, and about how many others."""
+
 
 @dataclass(frozen=True)
 class CTCLossOptions(LabelLossOptions):
@@ -93,7 +96,8 @@ def ctc_loss(
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
     num_vectors += num_labels * (3 if options.distillation else 0)
-    loss, numbers = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor)
+    num_calls = OTHER_CALLS + num_frames * FRAME_CALLS
+    loss, numbers = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor, num_calls)
     return loss, dict(zip(("blank_share", "expected_acceptance"), numbers, strict=True))
 
 
@@ -193,7 +197,7 @@ def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) ->
     barred = enter.new_zeros(labels.shape)  # from entering behind the same label: log (c != l)
     barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
     blank = blank.expand(-1, -1, labels.shape[1] + 1)
-    return States(*_Recursion.apply(*(x.transpose(0, 1).contiguous() for x in (enter, stay, blank)), barred))
+    return States(*_Recursion.apply(*(x.transpose(0, 1) for x in (enter, stay, blank)), barred))
 
 
 def is_possible(log_probs: Tensor) -> Tensor:
@@ -210,45 +214,47 @@ class _Recursion(torch.autograd.Function):
     """The recursion, with a gradient computed from the saved states.
 
     Each log-add distributes its gradient to its two terms by their shares in the sum. The shares of all frames are
-    computed at once, so that the loop over frames only multiplies. Upstream gradients may have any sign.
+    computed at once, so that the loop over frames only multiplies. Upstream gradients may have any sign. A frame moves
+    from a text in two ways, to a blank behind it or to its next label, which one operator computes together.
     """
 
     @staticmethod
     def forward(ctx, enter: Tensor, stay: Tensor, blank: Tensor, barred: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        num_frames, num_anchors, num_labels = enter.shape
-        blank_end = enter.new_full((num_frames + 1, num_anchors, num_labels + 1), IMPOSSIBLE)
-        label_end = torch.full_like(blank_end, IMPOSSIBLE)  # column 0 is the empty text, which ends in no label
-        entered = torch.empty_like(enter)
-        blank_end[0, :, 0] = 0.0
-        for t in range(num_frames):
-            before, after = (blank_end[t], label_end[t]), (blank_end[t + 1], label_end[t + 1])
-            source = torch.logaddexp(before[0][:, :-1], before[1][:, :-1] + barred)
-            torch.add(enter[t], source, out=entered[t])
-            torch.add(torch.logaddexp(*before), blank[t], out=after[0])
-            after[1][:, 1:] = torch.logaddexp(stay[t] + before[1][:, 1:], entered[t])
-        ctx.save_for_backward(stay, barred, blank_end, label_end, entered)
-        return entered, blank_end, label_end
+        moves = torch.stack([blank, F.pad(enter, (0, 1), value=IMPOSSIBLE)], 1)  # (T, 2, A, U + 1)
+        barred = torch.stack([torch.zeros_like(moves[0, 0]), F.pad(barred, (0, 1))])  # (2, A, U + 1)
+        # Of each text: b_t, enter_t of its next label, and n_t, which the empty text (column 0) never reaches.
+        states = enter.new_full((len(enter) + 1, 3, *moves.shape[2:]), IMPOSSIBLE)
+        states[0, 0, :, 0] = 0.0
+        sources = torch.empty_like(moves)  # the probabilities of being where each move begins
+        for before, after, move, source, stays in zip(states, states[1:], moves, sources, stay, strict=False):
+            torch.logaddexp(before[0], before[2] + barred, out=source)
+            torch.add(source, move, out=after[:2])
+            torch.logaddexp(stays + before[2, :, 1:], after[1, :, :-1], out=after[2, :, 1:])
+        ctx.save_for_backward(stay, barred, states, sources)
+        ctx.set_materialize_grads(False)
+        return states[1:, 1, :, :-1], states[:, 0], states[:, 2]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_entered: Tensor, d_blank_end: Tensor, d_label_end: Tensor) -> tuple[Tensor | None, ...]:
-        stay, barred, blank_end, label_end, entered = ctx.saved_tensors
-        before, after = label_end[:-1], label_end[1:, :, 1:]
-        either = torch.logaddexp(blank_end[:-1], before)
-        passing = before[..., :-1] + barred
-        source = torch.logaddexp(blank_end[:-1, :, :-1], passing)
-        enter_share, stay_share = _ratio(entered, after), _ratio(stay + before[..., 1:], after)
-        from_label, from_blank = _ratio(passing, source), _ratio(blank_end[:-1, :, :-1], source)
-        label_share, blank_share = _ratio(before, either), _ratio(blank_end[:-1], either)
-        d_stay, d_blank = torch.empty_like(stay), torch.empty_like(either)
-        d_entered, d_labels, d_blanks = d_entered.clone(), d_label_end[-1].clone(), d_blank_end[-1]
+    def backward(
+        ctx, d_entered: Tensor | None, d_blank_end: Tensor | None, d_label_end: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        stay, barred, states, sources = ctx.saved_tensors
+        blank_end, label_end, after = states[:-1, 0], states[:-1, 2], states[1:, 2, :, 1:]
+        enter_share = _ratio(states[1:, 1, :, :-1], after)
+        stay_share = _ratio(stay + label_end[..., 1:], after)
+        passing = label_end[:, None] + barred  # (T, 2, A, U + 1)
+        begins = torch.stack([blank_end[:, None].expand_as(passing), passing], 2)
+        begin_shares = _ratio(begins, sources[:, :, None])  # (T, 2, 2, A, U + 1): of b_t and n_t in each move's source
+        d_stay, d_states = torch.empty_like(stay), torch.zeros_like(states)
+        upstream = (d_states[1:, 1, :, :-1], d_entered), (d_states[:, 0], d_blank_end), (d_states[:, 2], d_label_end)
+        for d_state, gradient in upstream:
+            if gradient is not None:
+                d_state.copy_(gradient)
         for t in reversed(range(len(stay))):
-            d_blank[t] = d_blanks
-            d_entered[t].addcmul_(d_labels[:, 1:], enter_share[t])
-            torch.mul(d_labels[:, 1:], stay_share[t], out=d_stay[t])
-            d_labels = torch.addcmul(d_label_end[t], d_blanks, label_share[t])
-            d_labels[:, 1:] += d_stay[t]
-            d_labels[:, :-1].addcmul_(d_entered[t], from_label[t])
-            d_blanks = torch.addcmul(d_blank_end[t], d_blanks, blank_share[t])
-            d_blanks[:, :-1].addcmul_(d_entered[t], from_blank[t])
-        return d_entered, d_stay, d_blank, None
+            d_before, d_after = d_states[t], d_states[t + 1]
+            d_labels = d_after[2, :, 1:]
+            d_after[1, :, :-1].addcmul_(d_labels, enter_share[t])
+            d_before[::2].addcmul_(d_after[0], begin_shares[t, 0]).addcmul_(d_after[1], begin_shares[t, 1])
+            d_before[2, :, 1:].add_(torch.mul(d_labels, stay_share[t], out=d_stay[t]))
+        return d_states[1:, 1, :, :-1], d_stay, d_states[1:, 0], None

@@ -1,6 +1,7 @@
 """A sum over anchors and its gradient, computed one chunk of anchors at a time."""
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,31 +12,36 @@ from drafters.dry_run import dry_run_device
 
 MAX_BYTES = 2**26
 """Memory for the tensors of one chunk: 64 MiB."""
-CUDA_MAX_BYTES = 2**28
-"""The same on a GPU, where smaller chunks wait for the launches of their kernels: 256 MiB."""
+CUDA_BYTES_PER_CALL = 2**22
+"""The same on a GPU, for each operator that a chunk calls: 4 MiB, on which it works as long as a slow host launches.
+
+By estimate a chunk's products and sweeps take an H100 6 us for each MiB; hosts launch an operator in 8 to 26 us.
+"""
 
 PerAnchor = TypeVar("PerAnchor", bound=NamedTuple)
 
 
-def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device) -> int:
+def anchors_per_chunk(num_vectors: int, vocab_size: int, device: torch.device, num_calls: int = 64) -> int:
     """The number of anchors, at least one, whose vectors over the vocabulary fit into the memory of a chunk.
 
-    Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
+    Each of an anchor's ``num_vectors`` is held in float32, with its gradient. On a GPU a chunk of more operators is
+    larger, so that it computes for longer than the launches of its ``num_calls`` operators take.
     """
-    max_bytes = CUDA_MAX_BYTES if "cuda" in (device.type, dry_run_device()) else MAX_BYTES
+    max_bytes = num_calls * CUDA_BYTES_PER_CALL if "cuda" in (device.type, dry_run_device()) else MAX_BYTES
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 
 def chunks(length: int, size: int) -> list[slice]:
-    """The parts of at most ``size`` that a loss over ``length`` items is computed in; at least one, which may be empty.
+    """The equal parts of at most ``size`` that a loss over ``length`` items is computed in, at least one.
 
     In a dry run it is only the first.
 
-    >>> chunks(5, 2)
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    >>> chunks(5, 4)
+    [slice(0, 3, None), slice(3, 6, None)]
     """
-    num_items = 1 if dry_run_device() else max(length, 1)
-    return [slice(start, start + size) for start in range(0, num_items, size)]
+    num_chunks = max(1, ceil(length / size))
+    size = ceil(length / num_chunks)
+    return [slice(n * size, (n + 1) * size) for n in range(1 if dry_run_device() else num_chunks)]
 
 
 def chunked(

@@ -74,13 +74,14 @@ def mean_over_anchors(
     num_vectors: int,
     vocab_size: int,
     divisor: Callable[[Tensor], Tensor],
+    num_calls: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """The loss and the numbers that ``sums`` adds up (`chunked`), divided by the number of anchors with a label.
 
-    ``num_vectors`` are the vectors over the vocabulary that each anchor holds. The ``divisor`` is that of
-    `TrainingBatch`.
+    ``num_vectors`` are the vectors over the vocabulary that each anchor holds, ``num_calls`` the operators that a chunk
+    calls with its gradient. The ``divisor`` is that of `TrainingBatch`.
     """
-    size = anchors_per_chunk(num_vectors, vocab_size, x.frames.device)
+    size = anchors_per_chunk(num_vectors, vocab_size, x.frames.device, num_calls)
     loss, numbers = chunked(sums, x, output, size)
     num_anchors = divisor(x.valid[:, 0].sum())
     return loss / num_anchors, numbers / num_anchors

@@ -66,6 +66,15 @@ def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_p
     assert resumed == whole[step:]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_stay_for_the_next_epoch_and_batches_are_pinned_for_a_gpu_alone(make, num_workers):
+    data = make(num_workers=num_workers)
+    data.setup()
+    loader = data.train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers) == (num_workers, num_workers > 0)
+    assert loader.pin_memory == torch.cuda.is_available()
+
+
 @pytest.mark.slow
 def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_path, caplog):
     broken = {"conversations": [{"from": "human", "value": "Hi"}]}

@@ -101,3 +101,12 @@ def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_s
     peak = re.search(r"peak memory so far (\S+ .B) of the process", done.out)
     assert bytes_of(rows["at the worst moment"]) < 1.2 * bytes_of(peak[1]), "of the same kind as what is reported later"
     assert re.search(r" s a step: 6 more take about \d+:\d\d:\d\d", done.out)
+
+
+def test_a_budget_of_tokens_allows_two_largest_batches():
+    """Of the longest texts, and of the longest of which a batch has as many as it may."""
+    texts = [300, 1000, 1025, 2048]
+    assert memory.largest_batches(texts, batch_size=8, max_tokens=8192) == [(4, 2048), (8, 1000)]
+    assert memory.largest_batches(texts, batch_size=8, max_tokens=8 * 2048) == [(8, 2048)]
+    assert memory.largest_batches(texts, batch_size=8, max_tokens=None) == [(8, 2048)]
+    assert memory.largest_batches([2048], batch_size=8, max_tokens=2048) == [(1, 2048)]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from drafters.losses.chunks import anchors_per_chunk, chunked
+from drafters.losses.chunks import anchors_per_chunk, chunked, chunks
 
 A, D = 7, 3
 
@@ -105,5 +105,15 @@ def test_a_chunk_is_as_large_as_its_memory_allows_and_never_empty():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert anchors_per_chunk(5, 100, cpu) == 2**26 // 4000
     assert anchors_per_chunk(5, 100, cuda) == 2**28 // 4000
+    assert anchors_per_chunk(5, 100, cuda, num_calls=300) == 300 * 2**22 // 4000, "as long as its launches take"
     assert anchors_per_chunk(5, 2**25 // 40, cpu) == 2
     assert anchors_per_chunk(5, 2**26, cpu) == 1
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 2048])
+@pytest.mark.parametrize("size", [1, 3, 100, 5000])
+def test_chunks_are_as_few_as_their_memory_allows_and_of_one_size(length, size):
+    parts = [range(length)[part] for part in chunks(length, size)]
+    assert [item for part in parts for item in part] == list(range(length))
+    assert len(parts) == max(1, -(-length // size)) and len(parts[0]) <= size
+    assert all(len(part) == len(parts[0]) for part in parts[:-1]) and len(parts[-1]) <= len(parts[0])

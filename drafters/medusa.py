@@ -151,7 +151,7 @@ class HeadDrafter(CachingDrafter):
         distributions. A head that reads draft tokens reads those of the text, and its label is the base's own token
         after them, whether or not the base would have written the text itself.
         """
-        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
         targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_heads)
         valid = (valid & is_valid[..., None]).flatten(0, 1)  # (N, K)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]

@@ -43,13 +43,13 @@ def valid_positions(loss_mask: Tensor) -> Tensor:
 
 
 def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
-    """Sample up to ``num_anchors`` positions without replacement among the valid ones of each sequence.
+    """Sample up to ``num_anchors`` positions without replacement among the valid ones of each sequence; 0 takes all.
 
     Returns ``anchors`` (B, A), sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions
     than A, which is at least 1. ``loss_mask`` (B, S) bool is true on assistant tokens.
     """
     valid = valid_positions(loss_mask)
-    num_sampled = int(valid.sum(1).max().clamp(1, num_anchors))
+    num_sampled = int(valid.sum(1).max().clamp(1, num_anchors or valid.shape[1]))
     scores = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
     anchors = scores.topk(num_sampled, dim=1).indices.sort(1).values
     return anchors, valid.gather(1, anchors)

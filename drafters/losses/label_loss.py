@@ -22,7 +22,7 @@ class LabelLossOptions:
         teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
             in greedy decoding.
         label_weight: Weight of the loss of the labels beside distillation.
-        num_anchors: Anchors sampled from each training sequence.
+        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
         num_columns: Number of tokens that a training step compares: the labels, and a random sample of the others that
             stands for all; null for the whole (draft) vocabulary.
     """
@@ -37,7 +37,7 @@ class LabelLossOptions:
     def __post_init__(self) -> None:
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
         check_at_least(0, teacher_temperature=self.teacher_temperature)
-        check_at_least(1, num_anchors=self.num_anchors)
+        check_at_least(0, num_anchors=self.num_anchors)
         check_at_least(1, num_columns=self.num_columns or 1)
         if self.num_columns and self.distillation:
             raise ValueError("distillation needs the draft's probabilities of all tokens: leave out num_columns")

@@ -244,7 +244,7 @@ def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
 
 WRONG = {
     "ctc": [
-        *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": 0}, {"top_k": 0}),
+        *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": -1}, {"top_k": 0}),
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}),
         *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
         *({"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),

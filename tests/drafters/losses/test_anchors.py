@@ -30,8 +30,9 @@ def test_every_valid_position_is_eventually_sampled():
     assert seen == {1, 2, 3, 4, 5, 6}
 
 
-def test_requesting_more_anchors_than_exist_gives_all():
-    positions, kept = anchors.sample(mask("..###. ....#."), 100)
+@pytest.mark.parametrize("num_anchors", [100, 0])
+def test_requesting_more_anchors_than_exist_or_0_gives_all(num_anchors):
+    positions, kept = anchors.sample(mask("..###. ....#."), num_anchors)
     assert positions[0].tolist() == [1, 2, 3]
     assert kept.sum(1).tolist() == [3, 1]
     assert positions[kept].tolist() == [1, 2, 3, 3]

@@ -35,6 +35,8 @@ TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}  # t
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
 TEN_FRAMES = {"num_frames": 10, "num_labels": 8, "num_anchors": 24}
 LONG_FRAMES = {"num_frames": 12, "num_labels": 8, "num_anchors": 24}
+LLAMA = {"llama_layer": True}  # the paper's draft module
+CODE = {"num_frames": 6, "num_labels": 3, "num_anchors": 0}  # the sizes of its authors' code, every position an anchor
 BIAS = {"markov_rank": 64}
 BASE_BIAS = {**BIAS, "markov_factors": "base"}
 FUSED = {"hidden_layers": [2, 4, -1]}
@@ -68,6 +70,8 @@ ARMS = {
         Arm("block_10_muon", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}, MUON),
         Arm("block_deep_muon", "Block", {"num_frames": 12, **BASE_BIAS, **TRUNK, **DEEP, **TOKENS}, MUON),
         Arm("ctc_paper", "CTC", {"objective": "ctc", **FRAMES}),
+        Arm("ctc_paper_layer", "CTC", {"objective": "ctc", **FRAMES, **LLAMA}),
+        Arm("ctc_paper_code", "CTC", {"objective": "ctc", **CODE, **LLAMA}),
         Arm("ctc", "CTC", FRAMES),
         Arm("ctc_markov", "CTC", {**BIAS, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
@@ -91,6 +95,7 @@ ARMS = {
         Arm("ctc_smollm2_no_bias", "CTC", {**REAL_CTC, "markov_rank": 0}, REAL_MUON),
         Arm("ctc_smollm2_paper_loss", "CTC", {**REAL_CTC, "objective": "ctc"}, REAL_MUON),
         Arm("ctc_smollm2_paper", "CTC", {**REAL_CTC, **PAPER}, REAL_ADAMW),
+        Arm("ctc_smollm2_paper_layer", "CTC", {**REAL_CTC, **PAPER, **LLAMA}, REAL_ADAMW),
         Arm("medusa_smollm2", "Medusa", REAL_MEDUSA, {**REAL_ADAMW, "learning_rate": 1e-3}),
         Arm("eagle3_smollm2", "EAGLE3", REAL_EAGLE3, {**REAL_ADAMW, "learning_rate": 1e-3}),
     )
@@ -124,6 +129,7 @@ GROUPS = {
     "fair": [*FAIR],
     **{f"fair_{method}": [name for name, arm in FAIR.items() if arm.method == method] for method in METHODS},
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "block_deep_muon", "ctc_deep_muon"],
+    "module": ["ctc_paper", "ctc_paper_layer", "ctc_paper_code"],
     "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
 }
 SHOWN = (4, 16, 64)  # numbers of nodes in the tables
@@ -181,8 +187,8 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        arms: Names of the arms to train, or of groups of them: best, best_long, fair, and fair_METHOD for one of
-            its methods. NAME:60 is trained for 60 steps at most, where a step takes long.
+        arms: Names of the arms to train, or of groups of them: best, best_long, module, fair, and fair_METHOD for
+            one of its methods. NAME:60 is trained for 60 steps at most, where a step takes long.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm, which read the same text; several give learning curves.
         seconds: Times that each arm is trained for, too; the machine should be idle.

@@ -20,7 +20,7 @@ from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, rest
 from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import Markov, markov_bias
 from drafters.nn.table import Table
-from drafters.nn.transformer import Trunk
+from drafters.nn.transformer import LlamaTrunk, Trunk
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import candidates, choose
@@ -39,6 +39,9 @@ class TrunkOptions:
             or a larger number for all heads. With fewer, the cache of a draft is smaller and a draft over it faster.
         intermediate_size: Width of the feed-forward networks; null for the base's. Most of a drafter's weights are
             there: with 1,536 instead of 4,864 one for Qwen2.5-Coder-0.5B has 24 instead of 42 MB in bfloat16.
+        llama_layer: Take the draft module of the CTC paper, one LLaMA layer over the last hidden states themselves and
+            the frames behind them, instead of DFlash's: no projection, no norms but the layer's own, ``causal``, and
+            the last hidden state in the input of every frame. It cannot be served by vLLM.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state. An empty list stands for five layers of L, evenly spaced from 2 to L - 2.
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
@@ -62,6 +65,7 @@ class TrunkOptions:
     num_layers: int = 1
     num_key_heads: int | None = None
     intermediate_size: int | None = None
+    llama_layer: bool = False
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
     root_everywhere: bool = False
@@ -80,6 +84,11 @@ class TrunkOptions:
         check_at_least(1, num_key_heads=self.num_key_heads or 1, intermediate_size=self.intermediate_size or 1)
         if self.copy and not self.lookup:
             raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
+        if self.llama_layer and (self.num_layers > 1 or len(self.hidden_layers) != 1 or self.tokens_in_context):
+            raise ValueError(
+                "llama_layer is one layer over the states of one base layer: set num_layers to 1, "
+                "hidden_layers to [-1] and tokens_in_context to false"
+            )
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,8 @@ class ParallelDrafter(CachingDrafter):
         check_hidden_layers(layers, base)
         self.required_outputs = RequiredOutputs(layers)
         self.num_frames, self.num_labels, self.first_frame = trunk.num_frames, num_labels, first_frame
-        self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
+        self.llama_layer = trunk.llama_layer
+        self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal or trunk.llama_layer
         self.tokens_in_context = self.reads_tokens = trunk.tokens_in_context
         self.copies, self.num_slots = trunk.copy, trunk.num_frames
         self.vocab_size = base.vocab_size
@@ -165,7 +175,10 @@ class ParallelDrafter(CachingDrafter):
         if base.num_heads % num_key_heads:
             raise ValueError(f"the {base.num_heads} heads of the base cannot share num_key_heads ({num_key_heads})")
         shape = replace(base, intermediate_size=trunk.intermediate_size or base.intermediate_size)
-        self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
+        if trunk.llama_layer:
+            self.trunk: Trunk = LlamaTrunk(shape, num_key_heads)
+        else:
+            self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:
@@ -202,11 +215,23 @@ class ParallelDrafter(CachingDrafter):
         context = self.context(hidden, positions, tokens, embedding)
         return self.frames(context, roots, embedding, self._mask(roots, context).best())
 
-    def frames(self, context: Context, roots: Roots, embedding: Tensor, mask: Mask) -> Tensor:
-        """States (B, A, T, D) of the predicting frames, which attend to the `context` as the mask allows."""
-        inputs = self._inputs(roots, embedding).flatten(1, 2)
+    def frames(
+        self, context: Context, roots: Roots, embedding: Tensor, mask: Mask, last: Tensor | None = None
+    ) -> Tensor:
+        """States (B, A, T, D) of the predicting frames, which attend to the `context` as the mask allows.
+
+        ``last`` (B, A, D) are the context's states before the roots, needed for a `LlamaTrunk` whose context does not
+        begin at position 0.
+        """
+        inputs = self._inputs(roots, embedding)
+        if self.llama_layer:
+            if last is None:
+                states = context[-1][0][:, 0]  # (B, S, D)
+                before = (roots.anchors - 1).clamp(min=0)  # an anchor without a label may be 0
+                last = states.gather(1, before[..., None].expand(-1, -1, states.shape[-1]))
+            inputs = inputs + last[..., None, :]
         positions = roots.anchors[..., None] + torch.arange(self.num_frames, device=inputs.device)
-        states = self.trunk(inputs, positions.flatten(1), context, mask)
+        states = self.trunk(inputs.flatten(1, 2), positions.flatten(1), context, mask)
         return states.unflatten(1, (-1, self.num_frames))[:, :, self.first_frame :]
 
     def _inputs(self, roots: Roots, embedding: Tensor) -> Tensor:
@@ -334,7 +359,8 @@ class ParallelDrafter(CachingDrafter):
             mask = CacheMask(root.first[0], root.position[0], self.num_frames, num_keys, self.causal)
         elif self.causal:
             mask = AnchorMask(root.position, self.num_frames, num_keys, causal=True).dense()
-        return self.frames(context, roots, base_weights.embedding, mask)[:, 0], roots
+        last = root.last(context[-1][0])[:, 0] if self.llama_layer else None
+        return self.frames(context, roots, base_weights.embedding, mask, last)[:, 0], roots
 
     @torch.inference_mode()
     def propose_batch(

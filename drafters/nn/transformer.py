@@ -114,9 +114,9 @@ class FeedForward(nn.Module):
 class TrunkLayer(nn.Module):
     """One decoder layer whose attention also reads a context."""
 
-    def __init__(self, shape: BaseShape, num_key_heads: int | None = None) -> None:
+    def __init__(self, shape: BaseShape, num_key_heads: int | None = None, has_qk_norm: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, num_key_heads=num_key_heads)
+        self.self_attn = Attention(shape, has_qk_norm=has_qk_norm, num_key_heads=num_key_heads)
         self.mlp = FeedForward(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
@@ -159,7 +159,10 @@ class Trunk(nn.Module):
         self.token_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps) if reads_tokens else None
         self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.layers = nn.ModuleList(TrunkLayer(shape, num_key_heads) for _ in range(num_layers))
-        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.norm: nn.Module = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self._initialise()
+
+    def _initialise(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -179,10 +182,32 @@ class Trunk(nn.Module):
     def forward(self, frames: Tensor, positions: Tensor, context: Context, mask: Mask = None) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
         rotation = self.rotary(positions)
-        for layer, (keys, values) in zip(self.layers, context, strict=True):
+        for layer, (keys, values) in zip(self.layers, context, strict=False):  # a `LlamaTrunk` has states behind them
             inputs = frames, rotation, keys, values, mask
             if self.is_recomputed and torch.is_grad_enabled():
                 frames = checkpoint(layer, *inputs, use_reentrant=False)
             else:
                 frames = layer(*inputs)
         return self.norm(frames)
+
+
+class LlamaTrunk(Trunk):
+    """The Attention Draft Module of CTC-drafter (section 3.1): one LLaMA layer over the base's hidden states.
+
+    They enter the layer as they are, and the frames stand behind them, as further positions. A frame's input has the
+    last state in it. So queries, keys and values come from the states by the same norm, and the residual stream runs
+    from the last state to the LM head, without a norm at its end, as in the authors' code.
+    """
+
+    def __init__(self, shape: BaseShape, num_key_heads: int | None = None) -> None:
+        super(Trunk, self).__init__()
+        self.rotary = RotaryEmbedding(shape)
+        self.layers = nn.ModuleList([TrunkLayer(shape, num_key_heads, has_qk_norm=False)])
+        self.norm = nn.Identity()
+        self._initialise()
+
+    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> Context:
+        """Keys and values of base hidden states (B, S, D) at positions (B, S), and then the states (B, 1, S, D)."""
+        layer = cast("TrunkLayer", self.layers[0])
+        keys_values = layer.self_attn.keys_values(layer.input_layernorm(hidden), self.rotary(positions))
+        return [keys_values, (hidden[:, None],)]

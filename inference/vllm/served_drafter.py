@@ -66,6 +66,8 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
+    if config.init_args.get("trunk", {}).get("llama_layer"):
+        raise ValueError(f"{folder} was trained with llama_layer: true, whose last hidden states vLLM does not keep")
     chain = {"tree": "chain", "num_nodes": num_tokens}
     init_args = config.init_args | {recipe.DRAFT: draft | chain}
     return drafter_specs.drafter_folder(folder or ""), replace(config, init_args=init_args)

@@ -13,6 +13,7 @@ from tests.inference.verifier import test_lossless as lossless
 
 FURTHER = {
     "ctc, causal window": (drafters.CTC, lossless.CTC | {"causal": True, "num_layers": 2, "window": 5}, {}),
+    "ctc, llama layer, window": (drafters.CTC, lossless.CTC | {"llama_layer": True, "window": 5}, {}),
     "block, window": (drafters.Block, lossless.LEARNED["block"][1] | {"window": 4}, {}),
     "block, dflash": (drafters.Block, {"num_frames": 4, "sample_from_anchor": False, "lookup": True}, {}),
     "eagle, window": (drafters.EAGLE, lossless.EAGLE | {"window": 6}, {}),

@@ -17,7 +17,7 @@ from train.module import DrafterTraining
 
 KINDS = {
     "CTC": {"trunk": {"num_frames": 6, "num_layers": 2, "markov_rank": 4}, "loss": {"num_labels": 4}},
-    "Block": {"trunk": {"num_frames": 4}},
+    "Block": {"trunk": {"num_frames": 4, "llama_layer": True}},
     "Medusa": {"heads": {"num_heads": 3}},
     "Hydra": {"heads": {"num_heads": 3, "prefix_attention": True}},
     "EAGLE": {},

@@ -210,6 +210,7 @@ ONE = {"hidden_layers": [1]}
         (EAGLE3, {"hidden_layers": [1, 2, -1]}, r"not hidden_layers \[1, 2, -1\]"),
         (Block, ONE | {"tokens_in_context": True}, "no tokens_in_context"),
         (Block, ONE | {"lookup": True}, "no lookup"),
+        (Block, ONE | {"llama_layer": True}, "no llama_layer"),
         (Block, ONE | {"draft_vocab_size": 50}, "draft_vocab_size: null"),
         (Block, ONE | {"window": 64}, "no window"),
         (Block, {"hidden_layers": [1, -1]}, r"layers 1 to 3 of this base, not hidden_layers \[1, -1\]"),

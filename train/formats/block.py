@@ -16,7 +16,8 @@ from train.formats.public import PublicCheckpoint, PublicDrafter, Target, specul
 
 def check_block(drafter: Block, config: DrafterConfig) -> None:
     """Raise ValueError if a block drafter has properties that the DSpark format cannot describe."""
-    claims = {name: getattr(drafter, name) for name in ("tokens_in_context", "root_everywhere", "causal")}
+    names = "llama_layer", "tokens_in_context", "root_everywhere", "causal"
+    claims = {name: getattr(drafter, name) for name in names}
     claims |= {"frames_differ": len(drafter.frame_embedding) > 1, "lookup": drafter.lookup is not None}
     for argument, is_true in claims.items():
         if is_true:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
@@ -44,6 +46,8 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"lookup": True},
         {"lookup": True, "window": 6},
         {"lookup": True, "copy": True},
+        {"llama_layer": True},
+        {"llama_layer": True, "window": 4, "root_everywhere": False, "num_key_heads": 1},
     ],
 )
 def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
@@ -56,6 +60,34 @@ def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weigh
     torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
     assert all(0 < len(tree) <= 12 for tree in trees)
     assert trees == drafter.draft_at(hidden, ids, at[0], base_weights)
+
+
+def test_frames_of_a_llama_layer_are_those_of_transformers_over_the_states_and_the_frames_behind_them(
+    make_ctc, base_weights, text, shape, monkeypatch
+):
+    """The layer runs anew for each root, over the states before it and T inputs, each with the last state in it."""
+    drafter, (hidden, ids) = make_ctc(llama_layer=True), text
+    sizes = {"hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size}
+    config = LlamaConfig(**sizes, num_attention_heads=shape.num_heads, rms_norm_eps=shape.norm_eps)
+    config._attn_implementation = "eager"
+    layer, rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
+    weights = {
+        name.removeprefix("trunk.layers.0."): weight
+        for name, weight in drafter.trunk.state_dict(prefix="trunk.").items()
+    }
+    layer.load_state_dict(weights)
+    anchors, expected = [1, 2, 5, 6, 11, 19], []
+    for anchor in anchors:
+        frames = hidden[anchor - 1] + base_weights.embedding[ids[anchor]] + drafter.frame_embedding
+        states = torch.cat([hidden[:anchor], frames])[None]
+        mask = torch.full((states.shape[1], states.shape[1]), -torch.inf).triu(1)[None, None]
+        places = torch.arange(states.shape[1])[None]
+        expected.append(layer(states, mask, position_embeddings=rotary(states, places))[0, anchor:])
+    at = torch.tensor([anchors])
+    trained = drafter(hidden[None], drafter.roots(ids[None], at), base_weights.embedding)[0]
+    torch.testing.assert_close(trained, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    decoded, _ = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
+    torch.testing.assert_close(decoded, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gap", [1, 30])

@@ -79,6 +79,7 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "ctc, paper tree": (drafters.CTC, CTC, {"tree": "paper"}),
     "ctc, chain": (drafters.CTC, CTC | {"causal": True}, {"tree": "chain"}),
     "ctc, bias between tokens": (drafters.CTC, CTC | {"markov_rank": 3}, {}),
+    "ctc, llama layer": (drafters.CTC, CTC | {"llama_layer": True}, {}),
     "ctc_deep": (
         drafters.CTC,
         CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1], "num_key_heads": 2, "intermediate_size": 8},

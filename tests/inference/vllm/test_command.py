@@ -234,6 +234,7 @@ def test_a_revision_of_the_hub_is_an_option_of_its_own(monkeypatch):
         ({"tokenizer": "0" * 16}, [], "whose tokenizer differs"),
         ({"class_path": "drafters.Medusa"}, [], "cannot serve the drafter medusa"),
         ({"draft": {"draws": 2}}, [], "samples its drafts"),
+        ({"options": {"trunk": {"llama_layer": True}}}, [], "llama_layer: true"),
         (None, ["anpd"], "name the --base"),
         (None, ["joint", "--base", BASE], "pass joint:runner_up=0"),
         (None, ["token_recycling", "--base", BASE], "most probable tokens"),

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 # Vocabularies of which each digit is a word for itself (llama.cpp, src/llama-vocab.cpp); transformers does not say so.
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
+DRAFTER_FILE, BASE_NAME = "model.gguf", "general.base_model.0.name"
+"""The file in the folder of a drafter for llama.cpp, and its field that names the base."""
+
 
 class Content(NamedTuple):
     """What a file holds, to compare with what transformers reads of it."""

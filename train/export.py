@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from data.files import atomic_folder, write_checksums, write_text
+from data.gguf import DRAFTER_FILE
 from data.safe_text import code_span, escape_markdown
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -19,7 +20,7 @@ from train.checkpoints import read_checkpoint
 from train.formats import gguf, vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-WEIGHTS = "model.safetensors", "model.safetensors.index.json", gguf.FILE
+WEIGHTS = "model.safetensors", "model.safetensors.index.json", DRAFTER_FILE
 
 
 def export(
@@ -59,14 +60,18 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
-    if folder.is_dir() and any(folder.iterdir()) and not any((folder / n).exists() for n in ("config.json", gguf.FILE)):
+    if (
+        folder.is_dir()
+        and any(folder.iterdir())
+        and not any((folder / n).exists() for n in ("config.json", DRAFTER_FILE))
+    ):
         raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that gets checksums and replaces ``folder`` when it is whole."""
-    with atomic_folder(folder, replaced=["model*.safetensors*", gguf.FILE, "config.json"]) as new:
+    with atomic_folder(folder, replaced=["model*.safetensors*", DRAFTER_FILE, "config.json"]) as new:
         yield new
         write_checksums(new)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from data.files import write_text
-from data.gguf import is_gguf
+from data.gguf import DRAFTER_FILE, is_gguf
 from data.safe_text import code_span, escape_markdown, safe_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
@@ -40,7 +40,7 @@ def import_drafter(folder: str, out: str, base: str | None, overwrite: bool) -> 
     check_output_folder(place, overwrite)
     if place.exists() and place.samefile(folder):
         raise ValueError(f"{out} is the folder that is read: give another one")
-    file = Path(folder) / gguf.FILE
+    file = Path(folder) / DRAFTER_FILE
     path = file if file.is_file() else Path(folder)
     source = gguf.read(path) if is_gguf(path) else read_public_checkpoint(path)
     kind = method_of(source)

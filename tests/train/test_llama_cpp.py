@@ -78,7 +78,7 @@ def test_what_is_exported_is_imported_with_the_same_weights(name, dtype, base, c
     drafter = save(tmp_path / "ours", kind, init_args, base)
     export = "export", tmp_path / "ours", tmp_path / "gguf", "--format", "gguf", "--dtype", dtype
     assert call(run_drafters, *words(kind, *export)).code == 0
-    place = tmp_path / "gguf" / (formats.FILE if name == "dflash" else "")
+    place = tmp_path / "gguf" / ("model.gguf" if name == "dflash" else "")
     assert call(run_drafters, "import", place, tmp_path / "again").code == 0  # the base is the one that the file names
     again, config = checkpoint.load(tmp_path / "again")
     assert again.required_outputs == drafter.required_outputs and config.base_name == base.name
@@ -134,6 +134,30 @@ def test_scaled_positions_are_written_as_factors_and_not_read(base, call, tmp_pa
     assert 1 < factors[0] < 8 and factors[-1] == 8
     said = call(run_drafters, "import", tmp_path / "g", tmp_path / "again").one_line_error("drafters")
     assert "no drafter here has weights such as rope_freqs.weight" in said
+
+
+def test_the_line_that_starts_llama_cpp_is_printed_for_a_base_that_fits(base, call, tmp_path):
+    """A drafter's file has the sizes and the tokenizer of its base, and stands for it here."""
+    for name, length in ("dspark", 5), ("dflash", 4), ("eagle3", 6):
+        save(tmp_path / name, *KINDS[name], base)
+        export = "export", tmp_path / name, tmp_path / f"{name}-gguf", "--format", "gguf"
+        assert call(run_drafters, *words(KINDS[name][0], *export)).code == 0
+        file = tmp_path / f"{name}-gguf" / "model.gguf"
+        serve = "serve-command", file.parent, "--engine", "llama.cpp"
+        method = f"--spec-type draft-{name} --spec-draft-n-max"
+        line = f"llama-server -m {file} -md {file} {method} {length} -fa on --metrics --port 8000\n"
+        assert call(run_drafters, *serve, "--base", file).out == line
+        assert f"{method} 3 " in call(run_drafters, *serve, "--base", file, "--num_tokens", 3).out
+        assert f"pass that of the base {base.name} with --base" in call(run_drafters, *serve).one_line_error("drafters")
+    other = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    other.add_uint32("llama.embedding_length", base.shape.hidden_size)
+    other.add_array("tokenizer.ggml.tokens", ["a"] * V)
+    for step in (other.write_header_to_file, other.write_kv_data_to_file, other.write_tensors_to_file, other.close):
+        step()
+    said = call(run_drafters, *serve, "--base", tmp_path / "other.gguf").one_line_error("drafters")
+    assert "was trained for a base with another tokenizer.ggml.tokens than" in said
+    said = call(run_drafters, "serve-command", tmp_path / "dspark", "--engine", "llama.cpp").one_line_error("drafters")
+    assert "pass what `drafters export --format gguf` wrote" in said
 
 
 @pytest.mark.skipif(SOURCE is None, reason="LLAMA_CPP_SOURCE does not name the folder of llama.cpp's source")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from data.files import reading, write_text
-from data.gguf import check_installed, is_gguf, read_gguf
+from data.gguf import BASE_NAME, DRAFTER_FILE, check_installed, is_gguf, read_gguf
 from data.hub import find_base
 from data.safe_text import code_span
 from data.tokenizer import load_tokenizer
@@ -26,7 +26,6 @@ from train.formats.public import PublicCheckpoint
 from train.formats.vllm import converted
 from train.model_card import card_header, described_base
 
-FILE = "model.gguf"
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -81,7 +80,7 @@ LAYER_WEIGHTS = {
 }
 ROTATED = "self_attn.q_proj.weight", "self_attn.k_proj.weight"
 """Of EAGLE-3: there the two halves of a head, which turn together, alternate row by row."""
-BASE, MASK, FACTORS = "general.base_model.0.name", "tokenizer.ggml.mask_token_id", "rope_freqs.weight"
+MASK, FACTORS = "tokenizer.ggml.mask_token_id", "rope_freqs.weight"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 
@@ -110,10 +109,10 @@ def write(
     fields = {f"{arch}.{name}": layers[size] for name, size in SIZES.items()}
     fields |= {f"{arch}.{name}": values[setting] for name, setting in SETTINGS[arch].items()}
     fields |= {f"{arch}.vocab_size": layers["vocab_size"], f"{arch}.rope.dimension_count": layers["head_dim"]}
-    fields |= {"general.base_model.count": 1, BASE: config.base_name, **_tokenizer(config)}
+    fields |= {"general.base_model.count": 1, BASE_NAME: config.base_name, **_tokenizer(config)}
     if method != "eagle3":
         fields[MASK] = values["mask_token_id"]
-    writer = GGUFWriter(folder / FILE, arch)
+    writer = GGUFWriter(folder / DRAFTER_FILE, arch)
     add: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     add |= {str: writer.add_string, list: writer.add_array}
     for name, value in fields.items():
@@ -138,7 +137,7 @@ def write(
     card = f"""{card_header(config, None, "gguf")}
 The drafter for llama.cpp, whose type `draft-{method}` proposes one chain of tokens without a tree:
 
-    llama-server -m BASE.gguf -md {FILE} --spec-type draft-{method} --spec-draft-n-max {num_tokens} -fa on
+    llama-server -m BASE.gguf -md {DRAFTER_FILE} --spec-type draft-{method} --spec-draft-n-max {num_tokens} -fa on
 
 - Base: {described_base(config)}
 - Command of the training: {code_span(config.training.get("command") or "not recorded")}
@@ -229,7 +228,7 @@ def read(path: Path) -> PublicCheckpoint:
     has_markov = "markov_head.markov_w1.weight" in weights
     checkpoint.config = values | {
         "speculators_model_type": "eagle3" if arch == "eagle3" else "dspark" if has_markov else "dflash",
-        "speculators_config": {"verifier": {"name_or_path": fields.get(BASE)}},
+        "speculators_config": {"verifier": {"name_or_path": fields.get(BASE_NAME)}},
         "transformer_layer_config": layers,
         "draft_vocab_size": len(weights.get("d2t", range(vocab_size))),
         "mask_token_id": fields.get(MASK),

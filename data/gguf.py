@@ -12,13 +12,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from data.files import reading
 from data.hub import load_pretrained
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PreTrainedTokenizerBase
 
 # Vocabularies of which each digit is a word for itself (llama.cpp, src/llama-vocab.cpp); transformers does not say so.
 DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+
+DRAFTER_FILE, BASE_NAME = "model.gguf", "general.base_model.0.name"
+"""The file in the folder of a drafter for llama.cpp, and its field that names the base."""
 
 
 class Content(NamedTuple):
@@ -35,10 +40,24 @@ def is_gguf(name: str | Path) -> bool:
     return str(name).lower().endswith(".gguf") and Path(name).is_file()
 
 
+def check_installed(*packages: str) -> None:
+    """Raise ValueError if one of the packages that GGUF needs is missing."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise ValueError(f"GGUF needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def read_gguf(path: Path) -> GGUFReader:
+    """Open a file, whose fields and tensors are read when they are asked for; ValueError if it is damaged."""
+    check_installed("gguf")
+    from gguf import GGUFReader
+
+    with reading(path, "copy or download it again"):
+        return GGUFReader(path)
+
+
 def check_gguf(path: Path) -> Content:
     """Read what a file holds; raise ValueError if it is not whole, or a package is missing that reads it."""
-    if missing := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
-        raise ValueError(f"a base in GGUF needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    check_installed("gguf", "accelerate")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: copy or download it again, or give the folder of a base")
@@ -47,10 +66,8 @@ def check_gguf(path: Path) -> Content:
 
 @lru_cache(maxsize=4)  # seconds for a large vocabulary
 def _content(path: Path, modified: int) -> Content:
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
+        reader = read_gguf(path)
         texts = {name: bytes(field.parts[-1]).decode(errors="replace") for name, field in reader.fields.items()}
         num_tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
         scaling = texts.get(f"{texts['general.architecture']}.rope.scaling.type", "none")

@@ -203,7 +203,7 @@ def serve(
 def serve_command(
     drafter: str,
     base: str | None = None,
-    engine: Literal["vllm"] = "vllm",
+    engine: Literal["vllm", "llama.cpp"] = "vllm",
     num_tokens: int | None = None,
     dtype: str = "auto",
     port: int = 8000,
@@ -215,13 +215,18 @@ def serve_command(
 
     Args:
         drafter: Folder of a CTC or block drafter, or of one exported with ``--format vllm``; or a drafter that reads
-            only tokens, such as anpd or joint:runner_up=0.
-        base: Folder or hub id of the base; by default the one that the drafter was trained for.
-        engine: The engine.
+            only tokens, such as anpd or joint:runner_up=0. For llama.cpp, a folder exported with ``--format gguf``.
+        base: Folder or hub id of the base, or for llama.cpp its GGUF file; by default the one that the drafter was
+            trained for.
+        engine: The engine, vllm or llama.cpp.
         num_tokens: Largest number of draft tokens per step; by default what the drafter was trained for, else 6.
-        dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
+        dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16. llama.cpp takes the file's.
         port: Port of the server.
     """
+    if engine == "llama.cpp":
+        from inference import llama_cpp
+
+        return print(llama_cpp.server_line(base, drafter, num_tokens, port))
     from inference.vllm.command import installed_vllm, make_launch
 
     launch = make_launch(base, drafter, num_tokens, dtype, port)

@@ -43,6 +43,7 @@ LAYERS = {
         model_drafters
         drafter_specs
         verify vllm
+        llama_cpp
         evaluate
         generation replay
         chat serve speculation

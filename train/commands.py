@@ -10,7 +10,7 @@ def export(
     out: str,
     base: str | None = None,
     overwrite: bool = False,
-    format: Literal["drafters", "vllm"] = "drafters",
+    format: Literal["drafters", "vllm", "gguf"] = "drafters",
     mask_token_id: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     push: str | None = None,
@@ -28,9 +28,10 @@ def export(
         out: Folder to write.
         base: Folder or hub id of the base, if it is not the one of the training.
         overwrite: Replace a drafter in this folder.
-        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark.
-        mask_token_id: For a block drafter in vLLM's format, a token that no text holds, whose embedding is replaced.
-        dtype: Dtype of the weights; by default that of the training, and bfloat16 in vLLM's format.
+        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark, or ``gguf``,
+            which llama.cpp reads, for EAGLE-3 and Block.
+        mask_token_id: For a block drafter in another format, a token that no text holds, whose embedding is replaced.
+        dtype: Dtype of the weights; by default that of the training, and bfloat16 in another format.
         push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
         public: Make a new repository public.
         license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
@@ -45,11 +46,11 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
     """Read a drafter that another tool trained, so that it can be evaluated and exported here.
 
     EAGLE-3 is read in the formats of speculators, SpecForge, DeepSpec and EAGLE itself, EAGLE in that of EAGLE itself,
-    DFlash and DSpark in those of speculators, SpecForge, DeepSpec and DFlash itself. The drafter computes what it
-    computed there; one that no drafter here can compute is refused, with the difference.
+    DFlash and DSpark in those of speculators, SpecForge, DeepSpec and DFlash itself, and all but EAGLE in llama.cpp's.
+    The drafter computes what it computed there; one that none here can compute is refused, with the difference.
 
     Args:
-        folder: Folder of the drafter: config.json and weights in safetensors.
+        folder: Folder of the drafter, with config.json and weights in safetensors; or a GGUF file.
         out: Folder to write.
         base: Folder or hub id of the base that it was trained for; by default the one that its config.json names.
         overwrite: Replace a drafter in this folder.

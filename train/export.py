@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from data.files import atomic_folder, write_checksums, write_text
+from data.gguf import DRAFTER_FILE
 from data.safe_text import code_span, escape_markdown
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpoints import read_checkpoint
-from train.formats import vllm
+from train.formats import gguf, vllm
 from train.model_card import ABOUT, check_repository, model_card, upload
 
-WEIGHTS = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors", "model.safetensors.index.json", DRAFTER_FILE
 
 
 def export(
@@ -39,8 +40,9 @@ def export(
     else:
         drafter, config = drafter_of(read_checkpoint(Path(ckpt)), base)
     with new_folder(folder) as new:
-        if format == "vllm":
-            vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype or "bfloat16"))
+        if format != "drafters":
+            write = vllm.write if format == "vllm" else gguf.write
+            write(new, drafter, config, mask_token_id, getattr(torch, dtype or "bfloat16"))
         else:
             if dtype:
                 drafter.to(getattr(torch, dtype))
@@ -58,14 +60,18 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+    if (
+        folder.is_dir()
+        and any(folder.iterdir())
+        and not any((folder / n).exists() for n in ("config.json", DRAFTER_FILE))
+    ):
         raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that gets checksums and replaces ``folder`` when it is whole."""
-    with atomic_folder(folder, replaced=["model*.safetensors*"]) as new:
+    with atomic_folder(folder, replaced=["model*.safetensors*", DRAFTER_FILE, "config.json"]) as new:
         yield new
         write_checksums(new)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from data.files import write_text
+from data.gguf import DRAFTER_FILE, is_gguf
 from data.safe_text import code_span, escape_markdown, safe_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
@@ -14,6 +15,7 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
 from inference.verifier.base import Base, load_base
 from train.export import check_output_folder, check_written, new_folder
+from train.formats import gguf
 from train.formats.block import read_block
 from train.formats.eagle import read_eagle, read_eagle3
 from train.formats.public import PublicCheckpoint, PublicDrafter, read_public_checkpoint, read_target
@@ -38,7 +40,9 @@ def import_drafter(folder: str, out: str, base: str | None, overwrite: bool) -> 
     check_output_folder(place, overwrite)
     if place.exists() and place.samefile(folder):
         raise ValueError(f"{out} is the folder that is read: give another one")
-    source = read_public_checkpoint(Path(folder))
+    file = Path(folder) / DRAFTER_FILE
+    path = file if file.is_file() else Path(folder)
+    source = gguf.read(path) if is_gguf(path) else read_public_checkpoint(path)
     kind = method_of(source)
     name = base or source.speculators.verifier.name_or_path or source.config.get("target_model_name_or_path")
     if not isinstance(name, str):

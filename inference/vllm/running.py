@@ -20,7 +20,9 @@ from inference.vllm.command import Launch
 
 START_SECONDS = 1800.0  # for downloading and loading a large base
 GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL
-COUNTER = re.compile(r"vllm:spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total")
+COUNTER = re.compile(
+    r"(?:vllm|llamacpp):spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)_total"
+)
 # Only this machine reaches vLLM. Without prefix caching a prompt costs the same the second time. With the base's own
 # generation config (a repetition penalty, say) greedy decoding would not be greedy.
 OPTIONS = ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--generation-config", "vllm"]
@@ -71,7 +73,7 @@ def free_port() -> int:
 
 
 def read_counts(text: str) -> Counts | None:
-    """Read vLLM's counters of speculation, added up over its engines, from its metrics; None if there are none."""
+    """Read the counters of speculation of vLLM, added up over its engines, or of llama.cpp; None if there are none."""
     counts: Counts = {}
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         if match := COUNTER.fullmatch(sample.name):

@@ -153,7 +153,7 @@ def test_what_cannot_be_read_of_gguf_is_refused_in_one_line(write, tmp_path, mon
     assert "is not a GGUF file" in refusal(path)
     assert "pass a folder" in refusal(tmp_path / "none.gguf")
     monkeypatch.setattr("data.gguf.find_spec", lambda package: None if package == "gguf" else package)
-    assert "a base in GGUF needs gguf: pip install gguf" in refusal(path)
+    assert "GGUF needs gguf: pip install gguf" in refusal(path)
 
 
 @pytest.mark.parametrize(

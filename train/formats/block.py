@@ -11,26 +11,20 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
 from inference.verifier.base import Base
 from train.formats.layers import layer_config, read_layers
-from train.formats.public import PublicCheckpoint, PublicDrafter, Target, speculators_config
+from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
 
 
-def check_block(drafter: Block, config: DrafterConfig) -> None:
+def check_block(drafter: Block, config: DrafterConfig, format: str) -> None:
     """Raise ValueError if a block drafter has properties that the DSpark format cannot describe."""
     names = "llama_layer", "tokens_in_context", "root_everywhere", "causal"
     claims = {name: getattr(drafter, name) for name in names}
     claims |= {"frames_differ": len(drafter.frame_embedding) > 1, "lookup": drafter.lookup is not None}
     for argument, is_true in claims.items():
         if is_true:
-            raise ValueError(f"the vllm format has no {argument}: train the block drafter with {argument}: false")
+            raise ValueError(f"the {format} format has no {argument}: train the block drafter with {argument}: false")
     if drafter.draft_tokens is not None:
-        raise ValueError("a block drafter's vllm format is written with draft_vocab_size: null; train it with that")
-    num_layers = config.base.num_layers
-    if not all(0 < layer < num_layers for layer in drafter.required_outputs.hidden_layers):
-        raise ValueError(
-            f"vLLM fuses the outputs of layers 1 to {num_layers - 1} of this base, not hidden_layers "
-            f"{list(drafter.required_outputs.hidden_layers)} (-1 is the normed last state): "
-            "train the block drafter on such layers"
-        )
+        raise ValueError(f"the {format} format of Block has no draft_vocab_size: train it with draft_vocab_size: null")
+    check_layers(drafter.required_outputs.hidden_layers, config.base)
 
 
 def check_mask_token(mask_token_id: int | None, base: Base) -> int:

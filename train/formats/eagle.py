@@ -14,7 +14,7 @@ from drafters import EAGLE, EAGLE3
 from drafters.protocol import BaseShape, BaseWeights
 from drafters.public_formats import SpecForgeLayers
 from train.formats.layers import layer_config, read_layers
-from train.formats.public import PublicCheckpoint, PublicDrafter, Target, speculators_config
+from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
 
 LAYERS = "layers.0.", "midlayer."
 """The names of the layer in speculators, DeepSpec and EAGLE's first version, and in EAGLE-3's and SpecForge's."""
@@ -38,14 +38,10 @@ def eagle_weights(drafter: EAGLE) -> dict[str, Tensor]:
 def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str, Any]:
     """Return the config.json of speculators' EAGLE-3.
 
-    Raises ValueError if the drafter reads layers that vLLM does not hand to it.
+    Raises ValueError if the drafter reads layers that engines do not hand to it.
     """
     layers = list(drafter.required_outputs.hidden_layers)
-    if not all(0 < layer < shape.num_layers for layer in layers):
-        raise ValueError(
-            f"vLLM's EAGLE-3 fuses layers 1 to {shape.num_layers - 1} of this base, not hidden_layers {layers} "
-            "(-1 is the normed last state): train it on such layers"
-        )
+    check_layers(layers, shape)
     num_tokens, kind = drafter.draft_options.depth, "qwen3" if drafter.has_qk_norm else "llama"
     return speculators_config("eagle3", "Eagle3Speculator", num_tokens, target) | {
         "transformer_layer_config": layer_config(shape, 1, target.context_length, kind),

@@ -88,9 +88,9 @@ def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, mode
         checkpoint.refuse(f"its layers are those of {model_type}, not of LLaMA or Qwen3")
     for name, value in stated.items():
         if type(value) in (int, float) and name not in MAY_BE_ZERO and not 0 < value <= MAX_SIZE:
-            raise ValueError(f"{checkpoint.folder / 'config.json'}: {name} is {value}")
+            raise ValueError(f"{checkpoint.described_in}: {name} is {value}")
     # transformers raises errors of its own kinds for settings that do not fit.
-    with reading(checkpoint.folder / "config.json"):
+    with reading(checkpoint.described_in):
         config: Any = (LlamaConfig if model_type == "llama" else Qwen3Config)(**stated)
         shape = shape_of(config)
     _check_computation(checkpoint, config)

@@ -34,7 +34,7 @@ class PublicDrafter:
 class PublicCheckpoint:
     """The content of such a folder. Weights are taken out as they are read, so that none is overlooked."""
 
-    folder: Path
+    folder: Path  # or a GGUF file
     config: dict[str, Any]  # the content of config.json
     weights: dict[str, Tensor] = field(repr=False)  # those that have not been taken yet
 
@@ -42,6 +42,11 @@ class PublicCheckpoint:
     def speculators(self) -> SpeculatorsConfig:
         """The ``speculators_config``; of another format, one that names nothing."""
         return self.settings(SpeculatorsConfig, self.config.get("speculators_config") or {})
+
+    @property
+    def described_in(self) -> Path:
+        """The file that holds its settings."""
+        return self.folder / "config.json" if self.folder.is_dir() else self.folder
 
     def refuse(self, difference: str) -> NoReturn:
         """Raise ValueError: no drafter here computes the same."""
@@ -52,7 +57,7 @@ class PublicCheckpoint:
 
         Raises ValueError if a setting is missing or of a wrong type.
         """
-        with reading(self.folder / "config.json"):
+        with reading(self.described_in):
             return validated(kind, self.config if values is None else values)
 
     def take(self, name: str) -> Tensor:
@@ -149,6 +154,15 @@ def read_target(name: str) -> Target:
     stored = str(config.dtype).removeprefix("torch.")
     dtype = stored if stored in ("bfloat16", "float16") else "float32"
     return Target(name, config.architectures or [], context_length, dtype)
+
+
+def check_layers(layers: Sequence[int], base: BaseShape) -> None:
+    """Raise ValueError if a drafter fuses outputs of the base that engines do not hand to it."""
+    if not all(0 < layer < base.num_layers for layer in layers):
+        raise ValueError(
+            f"engines fuse the outputs of layers 1 to {base.num_layers - 1} of this base, not hidden_layers "
+            f"{list(layers)} (-1 is the normed last state): train the drafter on such layers"
+        )
 
 
 def speculators_config(algorithm: str, architecture: str, num_tokens: int, target: Target) -> dict[str, Any]:

@@ -45,11 +45,7 @@ def write(
     Raises ValueError if vLLM has no method that drafts in the same way. For a block drafter, ``mask_token_id`` is the
     token whose embedding becomes that of the masked frames.
     """
-    method, num_tokens, values, weights = _converted(drafter, config, mask_token_id, dtype)
-    weights = {
-        name: (weight.to(dtype) if weight.is_floating_point() else weight).detach().cpu().contiguous().clone()
-        for name, weight in weights.items()
-    }
+    method, num_tokens, values, weights = converted(drafter, config, mask_token_id, dtype)
     values |= {"dtype": str(dtype).removeprefix("torch.")}
     write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -73,16 +69,27 @@ the base alone, and took as many steps as with the same chain here.
     write_text(folder / "README.md", card)
 
 
-def _converted(
-    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype
+def converted(
+    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str = "vllm"
 ) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
-    """Return vLLM's method, the tokens of a draft, config.json and the weights; ValueError if vLLM has none."""
+    """Return an engine's method, the tokens of a draft, config.json and the weights; ValueError if it has none."""
+    method, num_tokens, values, weights = _described(drafter, config, mask_token_id, dtype, format)
+    weights = {
+        name: (weight.to(dtype) if weight.is_floating_point() else weight).detach().cpu().contiguous().clone()
+        for name, weight in weights.items()
+    }
+    return method, num_tokens, values, weights
+
+
+def _described(
+    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str
+) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     shape, name = config.base, config.base_name
     if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
-        raise ValueError(f"the vllm format has no window ({window}): train the drafter with window: 0")
-    if type(drafter) is Medusa:
+        raise ValueError(f"the {format} format has no window ({window}): train the drafter with window: 0")
+    if type(drafter) is Medusa and format == "vllm":
         return "medusa", drafter.num_heads, medusa_config(drafter, shape), drafter.state_dict()
-    if type(drafter) is EAGLE:
+    if type(drafter) is EAGLE and format == "vllm":
         depth = drafter.draft_options.depth
         return "eagle", depth, eagle_config(drafter, shape, read_target(name)), eagle_weights(drafter)
     if type(drafter) is EAGLE3:
@@ -90,14 +97,19 @@ def _converted(
         needs_rows = drafter.lm_head is None and drafter.draft_tokens is not None
         return "eagle3", depth, values, eagle3_weights(drafter, _base(config).base_weights.head if needs_rows else None)
     if type(drafter) is Block:
-        check_block(drafter, config)
+        check_block(drafter, config, format)
         target, base = read_target(name), _base(config)
         token = check_mask_token(mask_token_id, base)
         values = block_config(drafter, shape, target, token)
-        return "dspark", drafter.num_labels, values, block_weights(drafter, base, token, dtype)
+        weights, head = block_weights(drafter, base, token, dtype), base.base_weights.head
+        if format == "gguf" and head.data_ptr() != base.base_weights.embedding.data_ptr():
+            weights["lm_head.weight"] = head  # without one llama.cpp takes this embedding for the head
+        return "dspark", drafter.num_labels, values, weights
     kind = config.class_path.removeprefix("drafters.")
-    reason = "no engine applies a CTC collapse" if kind == "CTC" else "only Medusa, EAGLE, EAGLE3 and Block have one"
-    raise ValueError(f"{kind} has no vllm format ({reason}): leave out --format")
+    kinds = "EAGLE3 and Block" if format == "gguf" else "Medusa, EAGLE, EAGLE3 and Block"
+    reason = "no engine applies a CTC collapse" if kind == "CTC" else f"only {kinds} have one"
+    remedy = "train a drafter as in configs/block.yaml" if format == "gguf" else "leave out --format"
+    raise ValueError(f"{kind} has no {format} format ({reason}): {remedy}")
 
 
 def _base(config: DrafterConfig) -> Base:

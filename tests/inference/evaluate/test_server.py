@@ -343,6 +343,7 @@ def test_the_counters_of_all_engines_are_added_up_and_others_are_left_out():
         "accepted_tokens": 5,
         "accepted_tokens_per_pos0000": 3 + 4,
     }
+    assert read_counts(text.replace("vllm:", "llamacpp:")) == read_counts(text)  # llama.cpp names them alike
     assert read_counts("process_start_time_seconds 1.7e9\n") is None
 
 

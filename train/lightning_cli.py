@@ -14,6 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import LambdaCallback, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from data.files import output_lock
@@ -146,6 +147,8 @@ class DrafterCLI(LightningCLI):
             )
 
     def after_instantiate_classes(self) -> None:
+        if type(self.trainer.strategy) is DDPStrategy:
+            self.trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)  # no second copy of them
         if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]

@@ -84,7 +84,11 @@ def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: f
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+    is_fused = all(parameter.is_cuda for parameter in parameters)  # needs no temporary copy; a CPU's rounds otherwise
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=is_fused or None)
+    # It could undo the scaling of gradients itself, and Lightning would refuse to clip them, even in bfloat16.
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
 
 
 def with_schedule(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -83,6 +84,9 @@ class AnchorMask:
     def best(self) -> BlockMask | Pieces | None:
         """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere; see also `dry_run`."""
         if dry_run_device() == "cuda":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                anchors = torch.empty(self.anchors.shape, dtype=torch.long)
+            replace(self, anchors=anchors).sparse()  # which takes memory as well
             return None
         return self.sparse() if self.anchors.is_cuda else self.pieces()
 

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from drafters.nn.markov import BaseMarkov
@@ -40,6 +41,27 @@ def both_after(module, schedule, num_steps, start=0):
 
 def made_by(optimizer, module, schedule="cosine"):
     return with_schedule(module, optimizer(module, 0.02, 0.1), 2, schedule)
+
+
+class WeightOfAGPU(nn.Parameter):
+    """It only says that it is there: torch fuses AdamW on the host as well."""
+
+    is_cuda = True
+
+
+def test_adamw_is_fused_on_a_gpu_alone_and_lightning_can_clip_its_gradients():
+    weight = WeightOfAGPU(torch.ones(2, 2))
+    weight.grad = torch.full((2, 2), 3.0)
+    made = optimizers._adamw([weight], 0.1, 0.0)
+    assert (
+        made.param_groups[0]["fused"]
+        and not optimizers._adamw([nn.Parameter(torch.ones(2))], 0.1, 0.0).defaults["fused"]
+    )
+    precision = MixedPrecision("bf16-mixed", "cpu")
+    precision.clip_gradients(made, 1.0)
+    assert weight.grad.norm() == pytest.approx(1.0)
+    made.step()
+    assert torch.allclose(weight, torch.full((2, 2), 0.9))
 
 
 def test_linear_layers_follow_muon_and_all_else_adamw():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
@@ -68,8 +69,8 @@ class ShareGPTData(L.LightningDataModule):
         limit: Largest number of conversations to read. By default all are read.
         cache_dir: Folder for the tokenised conversations. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
         features: Folder of a feature store that `drafters features` wrote from the same files. Training then reads the
-            base's hidden states and labels from it instead of running the base. The base is still loaded, and runs
-            in validation.
+            base's hidden states and labels from it instead of running the base, and so does validation on the held-out
+            text (``model.val_answers``), if the store has it: of the base little is loaded then.
         max_tokens: Largest number of tokens per batch and device, padding included, so that a batch holds many short
             conversations or a few long ones. By default only `batch_size` limits a batch.
     """
@@ -95,6 +96,7 @@ class ShareGPTData(L.LightningDataModule):
         self.store: FeatureStore | None = None
         self.train_set: Dataset | None = None
         self.val_set: Dataset | None = None
+        self.val_places: list[tuple[int, int, int]] | None = None  # where validation reads the store, if it does
 
     def prepare_data(self) -> None:
         """Tokenise the conversations into the cache, in one process per machine."""
@@ -109,6 +111,8 @@ class ShareGPTData(L.LightningDataModule):
             template = template_hash(self.template, tokenizer)
             store.check(tokenizer_hash(tokenizer), template, self.template, options["max_length"])
             self.store, self._places = store, store.find(self.train_set)
+            with suppress(ValueError):  # they may come from files of which there is no store
+                self.val_places = store.find(self.val_set) if self.val_set is not None else None
             rank_zero_info(
                 f"training: the hidden states of {len(self._places):,} conversations come from {store.folder}"
             )
@@ -163,8 +167,9 @@ class ShareGPTData(L.LightningDataModule):
     def _loader(self, loader_class: type[Loader], rows: Dataset, is_shuffled: bool) -> Loader:
         options, trainer = self.hparams, self.trainer
         source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
-        if self.store is not None and rows is self.train_set:
-            source = StoredRows(self.store, self._places)
+        places = self._places if self.store is not None and rows is self.train_set else self.val_places
+        if self.store is not None and places is not None:
+            source = StoredRows(self.store, places)
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
         sampler = BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens)

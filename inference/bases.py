@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -35,9 +35,10 @@ def load_config(name: str) -> PretrainedConfig:
         raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
 
 
-def load_model(name: str, dtype: Dtype, device: str | torch.device) -> Any:
+def load_model(name: str, dtype: Dtype | Literal["auto"], device: str | torch.device) -> Any:
     """Load the causal language model of a base, given as for `load_tokenizer`, for inference only.
 
+    On a CPU, weights in the dtype of the file, as all are with ``auto``, are mapped from it: processes share them.
     Raises ValueError, which says what to do, if it cannot be loaded in this dtype to this device.
     """
     from transformers import AutoModelForCausalLM
@@ -49,7 +50,9 @@ def load_model(name: str, dtype: Dtype, device: str | torch.device) -> Any:
         torch.empty(0, device=device)
     source = find_base(name)
     check_files(Path(source))
-    options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
+    options = {"dtype": getattr(torch, dtype, dtype)}  # transformers knows "auto", too
+    if dtype in QUANTIZED_DTYPES:
+        options = quantization_options(dtype, device)
     try:
         if is_gguf(source):
             model = _load_gguf_model(Path(source), **options)
@@ -92,7 +95,7 @@ def _with_short_numbers(config: Any) -> Any:
     return config
 
 
-def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
+def quantization_options(dtype: str, device: str | torch.device) -> dict[str, Any]:
     """Return the arguments that make transformers quantise a model while loading it."""
     if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
         raise ValueError(

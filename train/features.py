@@ -76,15 +76,15 @@ def read_features(
     return TrainingBatch(hidden, last_hidden, batch["input_ids"], batch["labels"], batch["loss_mask"], step)
 
 
-def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> None:
-    """Make a store return the hidden layers that a drafter needs.
+def choose_layers(store: FeatureStore, base: Base, hash_of_base: str, layers: Sequence[int]) -> None:
+    """Make a store return the hidden layers that a drafter needs; the hash is `base_hash` of the base.
 
     Raises ValueError if the store was written by another base or with another dtype, or lacks some of the layers.
     """
     manifest, dtype = store.manifest, str(base.model.dtype).removeprefix("torch.")
     if dtype != manifest.base_dtype:
         store.refuse(f"by a base in {manifest.base_dtype}, not in {dtype}", f"--model.base_dtype {manifest.base_dtype}")
-    if base_hash(base) != manifest.base_hash:
+    if hash_of_base != manifest.base_hash:
         store.refuse(f"by {manifest.base}, whose weights are not those of {base.name}", "the base it was written by")
     if not set(layers) <= set(manifest.layers):
         stored, needed = ",".join(map(str, manifest.layers)), ",".join(map(str, layers))
@@ -108,6 +108,7 @@ def features(
     if batch_size < 1 or shard_megabytes <= 0:
         raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
     loaded = load_base(base, base_dtype, resolve_device(device), bitwise=False, movable=True)
+    loaded.move_to(resolve_device(device))
     prepare_process(loaded.model.device)
     if max_length > loaded.context_length:
         raise ValueError(

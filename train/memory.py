@@ -24,6 +24,7 @@ from data.rows import lengths
 from data.safe_text import SafeConsole
 from drafters.dry_run import dry_run
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
+from inference.verifier.base import Base
 from train.module import DrafterTraining
 from train.strategies import FSDP2
 
@@ -86,12 +87,15 @@ def memory_parts(
     base, drafter, strategy, device = module.base, module.drafter, trainer.strategy, trainer.strategy.root_device.type
     is_sharded = isinstance(strategy, FSDP2 | DeepSpeedStrategy)
     share = 1 / trainer.world_size if is_sharded else 1.0
-    # FSDP2 gathers all weights beside the shard of each device, and DDP copies all gradients into buckets.
-    has_buckets = isinstance(strategy, DDPStrategy) and not is_sharded and trainer.world_size > 1
-    of_base, weights = num_bytes(base.model), num_bytes(drafter)
-    if module.shard_base:  # the own part of the layers, and two whole ones: one runs while the next is gathered
-        decoder: Any = base.model.base_model
-        layers = [num_bytes(layer) for layer in decoder.layers]
+    # FSDP2 gathers all weights beside the shard of each device, and DDP copies all gradients, unless they are views.
+    has_copies = isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("gradient_as_bucket_view")
+    has_buckets = has_copies and not is_sharded and trainer.world_size > 1
+    of_base, weights = num_bytes(base.model, base), num_bytes(drafter)
+    decoder: Any = base.model.base_model
+    layers = [num_bytes(layer, base) for layer in getattr(decoder, "layers", None) or ()]
+    if not module.runs_base(trainer):
+        of_base -= sum(layers)
+    elif module.shard_base:  # the own part of the layers, and two whole ones: one runs while the next is gathered
         of_base -= sum(layers) * (1 - 1 / trainer.world_size) - 2 * max(layers)
     shape, head, num_tokens = base.shape, base.base_weights.head, size[0] * size[1]
     fused = len(drafter.required_outputs.hidden_layers)
@@ -100,13 +104,12 @@ def memory_parts(
     layer = num_tokens * (4 * shape.hidden_size + 3 * shape.intermediate_size)
     forward = head.element_size() * max(layer, size[1] * shape.vocab_size)
     step = step_bytes(drafter, base.base_weights, size, autocast_dtype, device)
-    update = weights * share if device == "cuda" else 0  # AdamW takes the roots of all second moments at once
     return {
         "weights of the base": of_base,
         "weights of the drafter": weights * (1 + share * isinstance(strategy, FSDP2)),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
-        "hidden states and activations": max(hidden + max(forward, step), update),
+        "hidden states and activations": hidden + max(forward if module.runs_base(trainer) else 0, step),
     }
 
 
@@ -178,9 +181,9 @@ def num_parameters(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def num_bytes(module: nn.Module) -> float:
-    """Return the size of a module's weights."""
-    return sum(weight.nbytes for weight in module.parameters())
+def num_bytes(module: nn.Module, base: Base | None = None) -> float:
+    """Return the size of a module's weights; of a base or a part of it, the size where the base will run."""
+    return sum(w.numel() * (base.dtype_of(w) if base else w.dtype).itemsize for w in module.parameters())
 
 
 @rank_zero_only

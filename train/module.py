@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
@@ -23,7 +24,14 @@ from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, whole_weights
+from train.strategies import (
+    FSDP2,
+    enable_activation_checkpointing,
+    is_deepspeed,
+    shard_layers,
+    share_weights,
+    whole_weights,
+)
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -129,15 +137,35 @@ class DrafterTraining(L.LightningModule):
         for name in ("train_set", "val_set"):
             check_tokens(getattr(data, name, None), self.base.tokenizer, self.base.config.vocab_size)
         if store := getattr(data, "store", None):
-            choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
+            choose_layers(store, self.base, self.base_hash(), self.drafter.required_outputs.hidden_layers)
+            if self.runs_base(self.trainer):
+                reason = "the feature store does not hold the held-out conversations"
+                if self.val_answers == "greedy":
+                    reason = "it answers the held-out prompts (or pass --model.val_answers text)"
+                rank_zero_info(f"validation needs the whole base: {reason}")
+                data.val_places = None
         if stage == "fit" and not self.initial_drafter:  # which brings its own, as a checkpoint does after this
             choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
-        if self.shard_base and self.trainer.world_size > 1:
+        decoder: Any = self.base.model.base_model
+        if not self.runs_base(self.trainer):
+            if getattr(decoder, "layers", None):
+                rank_zero_info("of the base only the embedding, the final norm and the LM head are kept")
+                decoder.layers = None  # running the base is an error from now on
+        elif self.shard_base and self.trainer.world_size > 1:
             self.base_hash()  # needs whole weights
             shard_layers(self.base, self.trainer.strategy.root_device)
-        # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
-        self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
+        elif self.trainer.world_size > 1 and self.trainer.strategy.root_device.type == "cpu":
+            share_weights(self.base, self.trainer.strategy)
+        self.base.move_to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
         prepare_process(self.trainer.strategy.root_device)
+
+    def runs_base(self, trainer: L.Trainer) -> bool:
+        """Whether training or validation run the base, instead of reading all its outputs in a feature store."""
+        data: Any = getattr(trainer, "datamodule", None)
+        if getattr(data, "store", None) is None:
+            return True
+        is_validated = data.val_set is not None and trainer.limit_val_batches
+        return bool(is_validated) and (self.val_answers == "greedy" or data.val_places is None)
 
     def base_hash(self) -> str:
         """Return `base_hash` of the base, which is computed once."""
@@ -148,18 +176,18 @@ class DrafterTraining(L.LightningModule):
         """Run the base over texts (B, S)."""
         return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask, step)
 
-    def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
+    def training_batch(self, batch: dict[str, Tensor], step: int = 0) -> TrainingBatch:
         """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""
         if "hidden" in batch:
             layers = self.drafter.required_outputs.hidden_layers
-            return read_features(batch, layers, self.base.model.dtype, self.global_step)
-        return self.compute_batch(batch["input_ids"], batch["loss_mask"], self.global_step)
+            return read_features(batch, layers, self.base.model.dtype, step)
+        return self.compute_batch(batch["input_ids"], batch["loss_mask"], step)
 
     def on_fit_start(self) -> None:
         self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        with_outputs = replace(self.training_batch(batch), divisor=self.divisor)
+        with_outputs = replace(self.training_batch(batch, self.global_step), divisor=self.divisor)
         loss, metrics = self.drafter.loss(with_outputs, self.base.base_weights)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)
@@ -195,7 +223,7 @@ class DrafterTraining(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         texts = self.validation_texts(batch, batch_idx)
-        outputs = self.compute_batch(texts["input_ids"], texts["loss_mask"])
+        outputs = self.training_batch(texts)
         loss = self.validation_loss(outputs, batch_idx)
         self.log("val/loss", loss, batch_size=len(outputs.labels), sync_dist=True)
         for emitted in simulate_answers(self.drafter, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from data.dtypes import Dtype
@@ -24,7 +24,7 @@ from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.arguments import checks_arguments
-from inference.bases import load_config, load_model
+from inference.bases import QUANTIZED_DTYPES, load_config, load_model
 from inference.timing import processor_name
 from inference.verifier.int8 import Int8Linear, quantise_layers
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
@@ -119,6 +119,22 @@ class Base(_Sizes):
         is_packed = isinstance(head, PackedLinear | Int8Linear) and head.bias is None
         return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
 
+    def move_to(self, device: str | torch.device) -> None:
+        """Move the model to a device; weights that still have the dtype of their file are converted."""
+        self.convert(self.model, device)
+        self.model.to(device)  # type: ignore[arg-type]  # transformers' `to` is wrapped in a way that hides its type
+
+    def convert(self, module: nn.Module, device: str | torch.device) -> None:
+        """Convert and move, one by one, those weights of a part of the model that have the dtype of their file."""
+        for weight in module.parameters():
+            if weight.dtype != self.dtype_of(weight):
+                weight.data = weight.data.to(device, self.model.dtype)
+
+    def dtype_of(self, weight: Tensor) -> torch.dtype:
+        """The dtype that a weight has once the base is where it runs, see ``movable`` of `load_base`."""
+        is_converted = weight.is_floating_point() and self.config.model_type in PLAIN_MODEL_TYPES
+        return self.model.dtype if is_converted else weight.dtype
+
     def lend_weights_to(self, drafter: LearnedDrafter) -> None:
         """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
         weights = self.base_weights
@@ -197,7 +213,8 @@ def base_hash(base: Base) -> str:
         flat = weight.detach().flatten()
         indices = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(flat[indices.to(flat.device)].float().cpu().numpy().tobytes())
+        values = flat[indices.to(flat.device)].to(base.dtype_of(weight))
+        digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -227,11 +244,20 @@ def load_base(
         prefill_chunk: See `Base`.
         bitwise: See `Base`.
         graphed: See `Base`.
-        movable: Whether bitsandbytes quantises on a CPU, too: for training, which moves the base to its device later.
+        movable: Whether `Base.move_to` follows, as in training. Until then only the embedding and the LM head are sure
+            to have ``dtype``; the other weights may stay mapped from the file. bitsandbytes quantises on a CPU, too.
     """
     name = str(name)
     is_exact_int8 = dtype == "int8" and torch.device(device).type == "cpu" and not movable
-    tokenizer, model = load_tokenizer(name), load_model(name, "bfloat16" if is_exact_int8 else dtype, device)
+    tokenizer = load_tokenizer(name)
+    is_whole = not movable or dtype in QUANTIZED_DTYPES or is_gguf(name)
+    if not is_whole and load_config(name).model_type in PLAIN_MODEL_TYPES:
+        model = load_model(name, "auto", "cpu")
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight.data = layer.weight.data.to(getattr(torch, dtype))
+        model.config.dtype = getattr(torch, dtype)
+    else:
+        model = load_model(name, "bfloat16" if is_exact_int8 else dtype, device)
     if is_gguf(name):
         model.generation_config.eos_token_id = list(end_tokens(tokenizer))
     if is_exact_int8:

@@ -52,7 +52,7 @@ def tiny_tokenizer():
     return train_tokenizer(load_conversations(["embedded:100"])[0], vocab_size=400)
 
 
-def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2, seed=2, **others):
+def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2, seed=2, dtype=torch.float32, **others):
     """Save a random LLaMA whose next token depends mostly on the last one, so that a drafter can learn it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -61,21 +61,20 @@ def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2,
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
-        intermediate_size=64,
         max_position_embeddings=512,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
         initializer_range=0.15,
-        **others,
+        **{"intermediate_size": 64} | others,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
         torch.nn.init.normal_(model.lm_head.weight, std=0.5)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -73,10 +73,10 @@ def test_a_feature_store_written_on_an_accelerator_is_that_of_the_host(tiny, tmp
         return load_file(next((tmp_path / name).glob("*.safetensors")))
 
     expected = write("host")
-    base = load_base(str(tiny))
+    base = load_base(str(tiny), movable=True)
     with pretend.Accelerator() as accelerator:
-        base.model.to(accelerator.device)
         monkeypatch.setattr(features, "load_base", lambda *_, **__: base)
+        monkeypatch.setattr(features, "resolve_device", lambda _: accelerator.device)
         stored = write("accelerator")
     assert accelerator.to_host
     torch.testing.assert_close(stored, expected)

@@ -32,6 +32,7 @@ from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
 from train.features import ShardRow, divide_into_shards, parse_layers
+from train.memory import memory_parts, num_bytes
 from train.module import DrafterTraining
 
 DATA = {"files": ["embedded:24"], "max_length": 400}
@@ -100,13 +101,17 @@ class Losses(L.Callback):
         self.tokens.append(batch["input_ids"].tolist())
 
 
-def fit(tiny, drafter, folder, features=None, steps=8):
+def fit(tiny, drafter, folder, features=None, steps=8, val_answers="greedy", **changes):
     seen = Losses()
     L.seed_everything(0, verbose=False)
-    module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
-    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA)
+    module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8, val_answers=val_answers)
+    options = {"val_size": 4, "batch_size": 4, "features": features and str(features)} | DATA | changes
+    data = ShareGPTData(str(tiny), **options)
     options = {"default_root_dir": folder, "num_sanity_val_steps": 0, "max_steps": steps, "limit_val_batches": 1}
-    L.Trainer(**QUIET, **options, enable_checkpointing=False, callbacks=[seen]).fit(module, data)
+    trainer = L.Trainer(**QUIET, **options, enable_checkpointing=False, callbacks=[seen])
+    trainer.fit(module, data)
+    seen.module, seen.metrics = module, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    seen.memory = memory_parts(module, trainer, (4, 400))
     return seen
 
 
@@ -123,6 +128,34 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
         assert stored.tokens == online.tokens, "the same batches in the same order"
         assert stored.losses == pytest.approx(online.losses, rel=tolerance, abs=0)
         assert stored.base_forwards == 0
+
+
+@pytest.mark.slow
+def test_with_a_store_the_layers_of_the_base_are_kept_only_if_validation_runs_them(
+    tiny, tiny_base, stores, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    said = []
+
+    def train(name, store, **options):
+        done = fit(tiny, SMALL_CTC, tmp_path / name, store, steps=6, **{"val_answers": "text"} | options)
+        said.append(caplog.text)
+        caplog.clear()
+        return done
+
+    whole, (shape, of_layers) = num_bytes(tiny_base.model), (tiny_base.shape, num_bytes(tiny_base.model.model.layers))
+    online, stored = train("online", None), train("stored", stores / "float32")
+    assert stored.metrics == pytest.approx(online.metrics, rel=1e-5) and "val/acceptance_length" in stored.metrics
+    kept = dict(stored.module.base.model.named_parameters())
+    assert {name.split(".")[-2] for name in kept} == {"embed_tokens", "norm", "lm_head"}
+    assert stored.memory["weights of the base"] == 4 * shape.hidden_size * (2 * shape.vocab_size + 1)
+    assert online.memory["weights of the base"] == whole == stored.memory["weights of the base"] + of_layers
+    with pytest.raises(TypeError):
+        stored.module.compute_batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool))
+    for name, options in {"greedy": {"val_answers": "greedy"}, "text": {"val_files": ["embedded:4:900"]}}.items():
+        assert train(name, stores / "float32", **options).memory["weights of the base"] == whole
+    lines = ["embedding, the final norm and the LM head are kept", "pass --model.val_answers text", "does not hold"]
+    assert [line in text for text, line in zip(said[1:], lines, strict=True)] == [True] * 3
 
 
 def state(folder):

@@ -10,9 +10,12 @@ import torch
 
 import drafters
 from drafters import recipe
+from drafters.dry_run import dry_run
+from drafters.nn.anchor_attention import AnchorMask
 from drafters.protocol import TrainingBatch
 from train import memory
 from train.cli import run_lightning
+from train.lightning_cli import DrafterCLI
 from train.module import DrafterTraining
 
 KINDS = {
@@ -62,13 +65,31 @@ def test_weights_gradients_and_states_are_counted_by_strategy(tiny):
     assert parts["weights of the base"] == 4 * sum(weight.numel() for weight in module.base.model.parameters())
     assert parts["hidden states and activations"] > 4 * 100 * 2 * 32 * 4, "what the drafter reads, and the last state"
     two = {"world_size": 2, "precision_plugin": trainer.precision_plugin}
-    for strategy, shares in {"ddp": (1, 2, 2), "FSDP2": (1.5, 0.5, 1)}.items():
-        made = memory.FSDP2() if strategy == "FSDP2" else L.pytorch.strategies.DDPStrategy()
+    views = L.pytorch.strategies.DDPStrategy(gradient_as_bucket_view=True)
+    copies = L.pytorch.strategies.DDPStrategy()
+    for made, shares in ((copies, (1, 2, 2)), (views, (1, 1, 2)), (memory.FSDP2(), (1.5, 0.5, 1))):
         made._parallel_devices = made.parallel_devices = [torch.device("cpu")] * 2
         made.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
         parts = memory.memory_parts(module, SimpleNamespace(strategy=made, **two), (4, 100))
         names = "weights of the drafter", "their gradients", "their AdamW states"
         assert tuple(parts[name] / weights for name in names) == shares
+
+
+def test_the_mask_of_a_gpu_counts_in_a_step_without_data():
+    mask = AnchorMask(torch.arange(0, 320, 5).expand(2, -1), num_frames=6, num_context=320)
+    with memory.LiveBytes(mask.anchors) as real:
+        mask.sparse()
+    with dry_run("cuda"), memory.LiveBytes(mask.anchors) as estimated:
+        assert mask.best() is None
+    assert estimated.peak == pytest.approx(real.peak, rel=0.01)
+    assert estimated.peak > 2 * 384 * 704, "a byte for each frame and key at least"
+
+
+def test_a_command_keeps_the_gradients_of_ddp_once(call, write_recipe, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DrafterCLI, "_run_subcommand", lambda cli, _: seen.append(cli.trainer.strategy._ddp_kwargs))
+    call(run_lightning, "fit", "--config", write_recipe(tmp_path, strategy="ddp")).succeeded()
+    assert seen == [{"gradient_as_bucket_view": True}]
 
 
 def test_a_drafter_whose_memory_cannot_be_estimated_is_trained_all_the_same(call, write_recipe, tmp_path, monkeypatch):

@@ -50,14 +50,18 @@ def logged(folder, name="train/loss"):
 
 
 @pytest.fixture(scope="module")
-def runs(write_recipe, shared_folder):
-    """Folders of one process's run and of two processes' runs, and the output of the processes."""
+def runs(write_recipe, make_tiny, shared_folder):
+    """Folders of one process's run and of two processes' runs, and the output of the processes.
+
+    The base is a file in bfloat16 and runs in float32, so that its weights are converted where they run.
+    """
 
     def fill(root):
+        base = {"base": str(make_tiny("half", dtype=torch.bfloat16))}
         checkpoints = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["pytest"])
-            config = write_recipe(root, callbacks=[checkpoints], val_check_interval=3)
+            config = write_recipe(root, base, callbacks=[checkpoints], val_check_interval=3)
             run_lightning(arguments(config, root / "one", "--data.batch_size=8"))
         two = ["--data.batch_size=4", "--trainer.devices=2"]
         shards = ["--config", str(ROOT / "configs/strategy/fsdp.yaml"), *two]
@@ -89,6 +93,27 @@ def runs(write_recipe, shared_folder):
         assert done.returncode == 0, done.stderr[-5000:]
 
     return shared_folder("strategies", fill)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell who shares memory")
+def test_the_processes_of_a_machine_share_one_base_also_if_its_weights_are_converted(make_tiny):
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_layers": 14, "dtype": torch.bfloat16}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "share_base.py")]
+    done = subprocess.run(
+        [sys.executable, *launch, str(make_tiny("large", **sizes)), "bfloat16", "float32"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [found["dtype"] for found in measured] == ["bfloat16"] * 2 + ["float32"] * 2
+    for found in measured:
+        together, alone = found["shared"], found["alone"]
+        assert together["share"] == pytest.approx(0.5, abs=0.1), "of the base's size in each of two processes"
+        assert alone["share"] == pytest.approx(0.5 if found["dtype"] == "bfloat16" else 1, abs=0.1)
+        assert (together["hash"], together["sum"]) == (alone["hash"], alone["sum"]), "the same weights"
 
 
 @pytest.mark.slow

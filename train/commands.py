@@ -72,6 +72,7 @@ def features(
     dtype: StoreDtype = "float16",
     base_dtype: Dtype = "float32",
     device: str = "auto",
+    devices: int = 1,
     batch_size: int = 8,
     shard_megabytes: float = 256.0,
 ) -> None:
@@ -92,14 +93,15 @@ def features(
         dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
         base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
         device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
+        devices: Number of GPUs, or of processes on a CPU, that write shards at the same time.
         batch_size: Conversations per forward pass of the base.
         shard_megabytes: Size of a shard in megabytes.
     """
     from train import features
 
     features.features(
-        base, files, out, template, max_length, limit, cache_dir, layers, dtype, base_dtype, device, batch_size,
-        shard_megabytes,
+        base, files, out, template, max_length, limit, cache_dir, layers, dtype, base_dtype, device, devices,
+        batch_size, shard_megabytes,
     )  # fmt: skip
 
 

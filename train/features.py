@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
+from threading import Event, Lock
+from traceback import format_exc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,6 +49,8 @@ from inference.verifier.sampling import most_probable
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    ShardOptions = tuple[Path, Dataset, Sequence[int], StoreDtype, int]  # of `write_shards`, for all shards
 
 
 @torch.no_grad()
@@ -100,16 +110,18 @@ def choose_layers(store: FeatureStore, base: Base, hash_of_base: str, layers: Se
 
 def features(
     base: str, files: list[str], out: str, template: str, max_length: int, limit: int | None, cache_dir: str | None,
-    layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, batch_size: int, shard_megabytes: float,
+    layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, devices: int, batch_size: int,
+    shard_megabytes: float,
 ) -> None:  # fmt: skip
     """Run `drafters features`, see `train.commands.features`."""
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)
     if batch_size < 1 or shard_megabytes <= 0:
         raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
-    loaded = load_base(base, base_dtype, resolve_device(device), bitwise=False, movable=True)
-    loaded.move_to(resolve_device(device))
-    prepare_process(loaded.model.device)
+    place = resolve_device(device)
+    if devices < 1 or (place.type == "cuda" and devices > torch.cuda.device_count()):
+        raise ValueError(f"devices is {devices}: give at least 1, and no more than there are GPUs")
+    loaded = load_on("cpu" if devices > 1 else place, base, base_dtype, is_used=devices == 1)
     if max_length > loaded.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
@@ -142,7 +154,21 @@ def features(
         shard_bytes=shard_bytes,
         files=tuple({"name": file} for file in files),
     )
-    write_store(folder, manifest, shards, lambda shard: compute_rows(loaded, texts, shard, numbers, batch_size))
+    options = folder, texts, numbers, dtype, batch_size
+    if devices == 1:
+        write_store(folder, manifest, shards, partial(write_shards, loaded, *options))
+    else:
+        places = [torch.device(place.type, number if place.type == "cuda" else 0) for number in range(devices)]
+        write_store(folder, manifest, shards, partial(write_in_processes, places, (base, base_dtype), options))
+
+
+def load_on(device: str | torch.device, base: str, dtype: Dtype, is_used: bool = True) -> Base:
+    """Load a base to a device; one that is not used, only asked for its sizes and hash, stays mapped from its file."""
+    loaded = load_base(base, dtype, device, bitwise=False, movable=True)
+    if is_used:
+        loaded.move_to(device)
+        prepare_process(device)
+    return loaded
 
 
 class ShardRow(NamedTuple):
@@ -190,9 +216,9 @@ def write_store(
     folder: Path,
     manifest: Manifest,
     shards: Sequence[Sequence[ShardRow]],
-    compute: Callable[[Sequence[ShardRow]], Iterable[dict[str, Any]]],
+    write: Callable[[Mapping[str, Sequence[ShardRow]]], Iterable[Shard]],
 ) -> None:
-    """Write the shards that no earlier run has finished, of the rows that ``compute`` yields, and the manifest.
+    """Let ``write`` write the shards that no earlier run has finished, by their file names, and write the manifest.
 
     Raises ValueError if the folder holds another store or other files, or the disk has no room for the shards.
     """
@@ -217,10 +243,9 @@ def write_store(
         )
         with progress_bars() as bars:
             task = bars.add_task("conversations", total=num_rows)
-            for name, shard in missing.items():
-                keys = [row.key for row in shard]
-                finished[name] = write_shard(folder / name, keys, compute(shard), manifest.layers, manifest.dtype)
-                bars.advance(task, len(shard))
+            for shard in write(missing):
+                finished[shard.file] = shard
+                bars.advance(task, shard.num_rows)
                 replace(manifest, shards=tuple(finished[name] for name in sorted(finished))).save(folder)
     replace(manifest, shards=tuple(finished[name] for name in planned), is_complete=True).save(folder)
     print(f"wrote {folder}: {decimal(sum(path.stat().st_size for path in folder.iterdir()))} in {len(shards)} shards")
@@ -247,19 +272,84 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
     }
 
 
+def write_shards(
+    base: Base, folder: Path, texts: Dataset, layers: Sequence[int], dtype: StoreDtype, batch_size: int,
+    shards: Mapping[str, Sequence[ShardRow]],
+) -> Iterator[Shard]:  # fmt: skip
+    """Write shards, and yield each that is complete. While one is written to the disk, the base computes the next."""
+    turn, is_stopped = Lock(), Event()
+
+    def rows_of(shard: Sequence[ShardRow]) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(shard), batch_size):
+            if is_stopped.is_set():
+                raise ValueError("stopped")
+            with turn:
+                rows = list(compute_rows(base, texts, shard[start : start + batch_size], layers))
+            yield from rows
+
+    def write(item: tuple[str, Sequence[ShardRow]]) -> Shard:
+        name, shard = item
+        return write_shard(folder / name, [row.key for row in shard], rows_of(shard), layers, dtype)
+
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
+        try:
+            yield from pool.map(write, shards.items())
+        finally:
+            is_stopped.set()
+
+
+def write_in_processes(
+    devices: Sequence[torch.device],
+    source: tuple[str, Dtype],
+    options: ShardOptions,
+    shards: Mapping[str, Sequence[ShardRow]],
+) -> Iterator[Shard]:
+    """Write shards as `write_shards` with these options, in a process for each device that loads the base itself."""
+    context = get_context("spawn")
+    results, num_left = context.Queue(), len(shards)
+    parts = [dict(islice(shards.items(), first, None, len(devices))) for first in range(len(devices))]
+    arguments = [(results, (device, *source), options, part) for device, part in zip(devices, parts, strict=True)]
+    processes = [context.Process(target=_write_part, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    try:
+        while num_left:
+            try:
+                result = results.get(timeout=1)
+            except Empty:
+                if any(process.exitcode for process in processes):
+                    raise ValueError("a process was killed: run again, finished shards are kept") from None
+                continue
+            if isinstance(result, Exception):
+                raise result
+            num_left -= 1
+            yield result
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def _write_part(results: Any, source: tuple[Any, ...], options: ShardOptions, shards: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, which ends this one
+    try:
+        for shard in write_shards(load_on(*source), *options, shards):
+            results.put(shard)
+    except Exception as error:
+        results.put(error if isinstance(error, ValueError) else RuntimeError(format_exc()))
+
+
 def compute_rows(
-    base: Base, texts: Dataset, rows: Sequence[ShardRow], layers: Sequence[int], batch_size: int
+    base: Base, texts: Dataset, rows: Sequence[ShardRow], layers: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield for each row what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
-    for start in range(0, len(rows), batch_size):
-        conversations = [texts[row.number] for row in rows[start : start + batch_size]]
-        padded = collate(conversations)
-        batch = compute_features(base, layers, padded["input_ids"].to(base.model.device), padded["loss_mask"])
-        for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
-            yield {
-                "id": conversation["id"],
-                "input_ids": batch.input_ids[place, :length],
-                "loss_mask": batch.loss_mask[place, :length],
-                "hidden": batch.hidden[place, :length],
-                "labels": batch.labels[place, :length],
-            }
+    """Yield for each row of a batch what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
+    conversations = [texts[row.number] for row in rows]
+    padded = collate(conversations)
+    batch = compute_features(base, layers, padded["input_ids"].to(base.model.device), padded["loss_mask"])
+    for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
+        yield {
+            "id": conversation["id"],
+            "input_ids": batch.input_ids[place, :length],
+            "loss_mask": batch.loss_mask[place, :length],
+            "hidden": batch.hidden[place, :length],
+            "labels": batch.labels[place, :length],
+        }

@@ -1,6 +1,7 @@
 """The feature store: what it holds, how a run of the command continues, and training from it."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from datetime import date, timedelta
@@ -31,7 +32,7 @@ from drafters import CTC, EAGLE, EAGLE3
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
-from train.features import ShardRow, divide_into_shards, parse_layers
+from train.features import ShardRow, divide_into_shards, parse_layers, write_in_processes
 from train.memory import memory_parts, num_bytes
 from train.module import DrafterTraining
 
@@ -186,6 +187,40 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
         name: content for name, (content, _) in whole.items()
     }, "byte by byte what an uninterrupted run writes"
     assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_bytes_of_one_and_continue_what_it_began(call, tiny, stores, tmp_path):
+    begun, said = tmp_path / "begun", "drafters features"
+    shutil.copytree(stores / "float16", begun)
+    names = sorted(path.name for path in begun.glob("*.safetensors"))
+    (begun / names[0]).unlink()
+    expected = {name: content for name, (content, _) in state(stores / "float16").items()}
+    for folder in (tmp_path / "new", begun):
+        said = call(run_drafters, *command(tiny, folder, dtype="float16", devices=2)).succeeded().out
+        assert {name: content for name, (content, _) in state(folder).items()} == expected
+    assert f"{len(names) - 1} of {len(names)} shards are there already" in said
+
+
+@pytest.mark.slow
+def test_what_ends_a_process_that_writes_shards_ends_the_command_in_one_line(tiny, stores, tmp_path):
+    base, cpu = (str(tiny), "float32"), torch.device("cpu")
+    rows, keys = read_data(tiny, stores / "float32", val_size=0).train_set, [bytes([1]) * 16] * 9
+
+    def write(numbers, source=base):
+        shards = {f"{number}": [ShardRow(number, keys[0], 400)] for number in numbers}
+        return list(write_in_processes([cpu] * 2, source, (tmp_path, rows, (0,), "float32", 4), shards))
+
+    assert [shard.num_rows for shard in write([0, 1, 2])] == [1, 1, 1]
+    assert "no-such-base" in refusal(write, [0, 1], source=("no-such-base", "float32"))
+    assert "a process was killed: run again" in refusal(write, [Killing(0)])
+
+
+class Killing(int):
+    """A number of a row that ends the process to which it is sent."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
 
 
 def flip_last_byte(path):

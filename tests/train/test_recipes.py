@@ -16,8 +16,7 @@ from data.hub import COMMIT, split_revision
 from data.templates import resolve_template
 from data.tokenizer import load_tokenizer
 from drafters import recipe
-from drafters.protocol import BaseWeights
-from inference.verifier.base import shape_of
+from inference.verifier.base import Base, shape_of
 from train.memory import largest_batches, memory_parts
 from train.module import DrafterTraining
 
@@ -56,11 +55,10 @@ def test_a_recipe_states_the_memory_that_is_estimated_for_one_of_eight_gpus(name
         drafter = recipe.build(drafters.CTC, shape_of(config), node["init_args"])
     if drafter.draft_tokens is not None:  # whose values the estimate reads
         drafter.draft_tokens = torch.arange(len(drafter.draft_tokens))
-    weights = BaseWeights(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    base = SimpleNamespace(model=model, shape=shape_of(config), base_weights=weights)
+    base = Base(settings["model"]["base"], model, None)
     ddp = type("DDP", (DDPStrategy,), {"root_device": torch.device("cuda")})
-    trainer = SimpleNamespace(strategy=ddp(), world_size=8)
-    module = SimpleNamespace(base=base, drafter=drafter, shard_base=False)
+    trainer = SimpleNamespace(strategy=ddp(gradient_as_bucket_view=True), world_size=8)
+    module = SimpleNamespace(base=base, drafter=drafter, shard_base=False, runs_base=lambda _: True)
     data = settings["data"]
     sizes = largest_batches([data["max_length"], 1024], data["batch_size"], data["max_tokens"])
     needed = max(sum(memory_parts(module, trainer, size, torch.bfloat16).values()) for size in sizes)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from queue import Empty
 from threading import Event, Lock
-from traceback import format_exc
+from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -121,7 +119,7 @@ def features(
     place = resolve_device(device)
     if devices < 1 or (place.type == "cuda" and devices > torch.cuda.device_count()):
         raise ValueError(f"devices is {devices}: give at least 1, and no more than there are GPUs")
-    loaded = load_on("cpu" if devices > 1 else place, base, base_dtype, is_used=devices == 1)
+    loaded = load_base(base, base_dtype, "cpu" if devices > 1 else place, bitwise=False, movable=True)
     if max_length > loaded.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
@@ -156,19 +154,10 @@ def features(
     )
     options = folder, texts, numbers, dtype, batch_size
     if devices == 1:
-        write_store(folder, manifest, shards, partial(write_shards, loaded, *options))
+        write_store(folder, manifest, shards, partial(write_shards, loaded, place, *options))
     else:
         places = [torch.device(place.type, number if place.type == "cuda" else 0) for number in range(devices)]
         write_store(folder, manifest, shards, partial(write_in_processes, places, (base, base_dtype), options))
-
-
-def load_on(device: str | torch.device, base: str, dtype: Dtype, is_used: bool = True) -> Base:
-    """Load a base to a device; one that is not used, only asked for its sizes and hash, stays mapped from its file."""
-    loaded = load_base(base, dtype, device, bitwise=False, movable=True)
-    if is_used:
-        loaded.move_to(device)
-        prepare_process(device)
-    return loaded
 
 
 class ShardRow(NamedTuple):
@@ -273,23 +262,33 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
 
 
 def write_shards(
-    base: Base, folder: Path, texts: Dataset, layers: Sequence[int], dtype: StoreDtype, batch_size: int,
-    shards: Mapping[str, Sequence[ShardRow]],
+    base: Base, device: torch.device, folder: Path, texts: Dataset, layers: Sequence[int], dtype: StoreDtype,
+    batch_size: int, shards: Mapping[str, Sequence[ShardRow]],
 ) -> Iterator[Shard]:  # fmt: skip
     """Write shards, and yield each that is complete. While one is written to the disk, the base computes the next."""
+    base.move_to(device)
+    prepare_process(device)
     turn, is_stopped = Lock(), Event()
 
     def rows_of(shard: Sequence[ShardRow]) -> Iterator[dict[str, Any]]:
         for start in range(0, len(shard), batch_size):
             if is_stopped.is_set():
                 raise ValueError("stopped")
+            conversations = [texts[row.number] for row in shard[start : start + batch_size]]
+            padded = collate(conversations)
             with turn:
-                rows = list(compute_rows(base, texts, shard[start : start + batch_size], layers))
-            yield from rows
+                batch = compute_features(base, layers, padded["input_ids"].to(device), padded["loss_mask"])
+            for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
+                yield {
+                    "id": conversation["id"],
+                    "input_ids": batch.input_ids[place, :length],
+                    "loss_mask": batch.loss_mask[place, :length],
+                    "hidden": batch.hidden[place, :length],
+                    "labels": batch.labels[place, :length],
+                }
 
     def write(item: tuple[str, Sequence[ShardRow]]) -> Shard:
-        name, shard = item
-        return write_shard(folder / name, [row.key for row in shard], rows_of(shard), layers, dtype)
+        return write_shard(folder / item[0], [row.key for row in item[1]], rows_of(item[1]), layers, dtype)
 
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
         try:
@@ -299,57 +298,33 @@ def write_shards(
 
 
 def write_in_processes(
-    devices: Sequence[torch.device],
-    source: tuple[str, Dtype],
-    options: ShardOptions,
+    devices: Sequence[torch.device], source: tuple[str, Dtype], options: ShardOptions,
     shards: Mapping[str, Sequence[ShardRow]],
-) -> Iterator[Shard]:
+) -> Iterator[Shard]:  # fmt: skip
     """Write shards as `write_shards` with these options, in a process for each device that loads the base itself."""
-    context = get_context("spawn")
-    results, num_left = context.Queue(), len(shards)
-    parts = [dict(islice(shards.items(), first, None, len(devices))) for first in range(len(devices))]
-    arguments = [(results, (device, *source), options, part) for device, part in zip(devices, parts, strict=True)]
-    processes = [context.Process(target=_write_part, args=each, daemon=True) for each in arguments]
+    context, parts = get_context("spawn"), [[*shards.items()][first :: len(devices)] for first in range(len(devices))]
+    results = context.Queue()
+    processes = [
+        context.Process(target=_write_part, args=(results, device, source, options, dict(part)), daemon=True)
+        for device, part in zip(devices, parts, strict=True)
+    ]
     for process in processes:
         process.start()
-    try:
-        while num_left:
-            try:
-                result = results.get(timeout=1)
-            except Empty:
-                if any(process.exitcode for process in processes):
-                    raise ValueError("a process was killed: run again, finished shards are kept") from None
-                continue
-            if isinstance(result, Exception):
-                raise result
-            num_left -= 1
-            yield result
-    finally:
-        for process in processes:
-            process.terminate()
+    for _ in shards:
+        while results.empty():
+            if any(process.exitcode for process in processes):
+                raise ValueError("a process has failed or was killed: run again, finished shards are kept")
+            sleep(0.05)
+        if isinstance(result := results.get(), ValueError):
+            raise result
+        yield result
 
 
-def _write_part(results: Any, source: tuple[Any, ...], options: ShardOptions, shards: Any) -> None:
+def _write_part(results: Any, device: torch.device, source: tuple, options: ShardOptions, shards: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, which ends this one
     try:
-        for shard in write_shards(load_on(*source), *options, shards):
+        base = load_base(source[0], source[1], device, bitwise=False, movable=True)
+        for shard in write_shards(base, device, *options, shards):
             results.put(shard)
-    except Exception as error:
-        results.put(error if isinstance(error, ValueError) else RuntimeError(format_exc()))
-
-
-def compute_rows(
-    base: Base, texts: Dataset, rows: Sequence[ShardRow], layers: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield for each row of a batch what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
-    conversations = [texts[row.number] for row in rows]
-    padded = collate(conversations)
-    batch = compute_features(base, layers, padded["input_ids"].to(base.model.device), padded["loss_mask"])
-    for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
-        yield {
-            "id": conversation["id"],
-            "input_ids": batch.input_ids[place, :length],
-            "loss_mask": batch.loss_mask[place, :length],
-            "hidden": batch.hidden[place, :length],
-            "labels": batch.labels[place, :length],
-        }
+    except ValueError as error:
+        results.put(error)

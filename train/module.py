@@ -24,14 +24,7 @@ from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import (
-    FSDP2,
-    enable_activation_checkpointing,
-    is_deepspeed,
-    shard_layers,
-    share_weights,
-    whole_weights,
-)
+from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, share, whole_weights
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -139,10 +132,8 @@ class DrafterTraining(L.LightningModule):
         if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.base_hash(), self.drafter.required_outputs.hidden_layers)
             if self.runs_base(self.trainer):
-                reason = "the feature store does not hold the held-out conversations"
-                if self.val_answers == "greedy":
-                    reason = "it answers the held-out prompts (or pass --model.val_answers text)"
-                rank_zero_info(f"validation needs the whole base: {reason}")
+                needed = "--model.val_answers text and a store with the held-out conversations"
+                rank_zero_info(f"validation runs the base, which is kept whole; it need not with {needed}")
                 data.val_places = None
         if stage == "fit" and not self.initial_drafter:  # which brings its own, as a checkpoint does after this
             choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
@@ -155,7 +146,7 @@ class DrafterTraining(L.LightningModule):
             self.base_hash()  # needs whole weights
             shard_layers(self.base, self.trainer.strategy.root_device)
         elif self.trainer.world_size > 1 and self.trainer.strategy.root_device.type == "cpu":
-            share_weights(self.base, self.trainer.strategy)
+            share(self.base, self.trainer.strategy)
         self.base.move_to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
         prepare_process(self.trainer.strategy.root_device)
 

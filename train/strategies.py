@@ -68,41 +68,30 @@ def shard_layers(base: Base, device: torch.device) -> None:
     whole = set(decoder.parameters()) - set(decoder.layers.parameters())
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in decoder.layers:
-        base.convert(layer, device)
+        base.move_to(device, layer)
         fully_shard(layer, mesh=mesh)
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that a layer is gathered while the one before it runs
 
 
-def share_weights(base: Base, strategy: Any) -> None:
+def share(base: Base, strategy: Any) -> None:
     """Convert the weights of a base on the CPU once for all processes of a machine, in memory that they share.
 
     Weights that are mapped from their file in the right dtype are shared already. Does nothing without Linux' memfd.
     """
-    weights = list(base.model.parameters())
+    weights, dtype = list(base.model.parameters()), base.model.dtype
     if all(weight.dtype == base.dtype_of(weight) for weight in weights) or not hasattr(os, "memfd_create"):
         return
-    sizes = [weight.numel() * base.model.dtype.itemsize for weight in weights]
-    path, is_first = "", strategy.local_rank == 0
-    if is_first:
-        file = os.memfd_create("base")
-        os.ftruncate(file, sum(sizes))
-        path = f"/proc/{os.getpid()}/fd/{file}"
-        _map_weights(base, path, sizes, is_written=True)
+    file, sizes = os.memfd_create("base"), [weight.numel() * dtype.itemsize for weight in weights]
+    os.ftruncate(file, sum(sizes))  # which takes no memory until it is written
     paths: list[tuple[int, str]] = [(0, "")] * strategy.world_size
-    torch.distributed.all_gather_object(paths, (strategy.node_rank, path))
-    if not is_first:
-        _map_weights(base, next(path for node, path in paths if path and node == strategy.node_rank), sizes)
-    strategy.barrier()
-    if is_first:
-        os.close(file)  # the memory stays until the last process has ended
-
-
-def _map_weights(base: Base, path: str, sizes: list[int], is_written: bool = False) -> None:
-    """Replace the weights of a base by those in a file, after writing them into it if ``is_written``."""
+    torch.distributed.all_gather_object(paths, (strategy.node_rank, f"/proc/{os.getpid()}/fd/{file}"))
+    path = next(path for node, path in paths if node == strategy.node_rank)  # that of the machine's first process
     places = torch.from_file(path, True, sum(sizes), dtype=torch.uint8).split(sizes)
-    for weight, place in zip(base.model.parameters(), places, strict=True):
-        converted = place.view(base.model.dtype).view(weight.shape)
-        weight.data = converted.copy_(weight.data) if is_written else converted
+    for weight, place in zip(weights, places, strict=True):
+        shared = place.view(dtype).view(weight.shape)
+        weight.data = shared.copy_(weight.data) if strategy.local_rank == 0 else shared
+    strategy.barrier()
+    os.close(file)  # the memory stays until the last process has ended
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:

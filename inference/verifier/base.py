@@ -119,16 +119,13 @@ class Base(_Sizes):
         is_packed = isinstance(head, PackedLinear | Int8Linear) and head.bias is None
         return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
 
-    def move_to(self, device: str | torch.device) -> None:
-        """Move the model to a device; weights that still have the dtype of their file are converted."""
-        self.convert(self.model, device)
-        self.model.to(device)  # type: ignore[arg-type]  # transformers' `to` is wrapped in a way that hides its type
-
-    def convert(self, module: nn.Module, device: str | torch.device) -> None:
-        """Convert and move, one by one, those weights of a part of the model that have the dtype of their file."""
-        for weight in module.parameters():
+    def move_to(self, device: str | torch.device, part: nn.Module | None = None) -> None:
+        """Move the model or a part of it to a device; weights that have the dtype of their file yet are converted."""
+        moved: Any = part or self.model
+        for weight in moved.parameters():
             if weight.dtype != self.dtype_of(weight):
                 weight.data = weight.data.to(device, self.model.dtype)
+        moved.to(device)
 
     def dtype_of(self, weight: Tensor) -> torch.dtype:
         """The dtype that a weight has once the base is where it runs, see ``movable`` of `load_base`."""

@@ -1,6 +1,6 @@
 """Loads a base as a training does, in one of several processes, and prints how much of it the process has to itself.
 
-python -m torch.distributed.run --nproc_per_node 2 share_base.py FOLDER DTYPE
+python -m torch.distributed.run --nproc_per_node 2 share.py FOLDER DTYPE
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from inference.verifier.base import base_hash, load_base
-from train.strategies import share_weights
+from train.strategies import share
 
 
 def share_of_memory():
@@ -29,7 +29,7 @@ def measure(folder, dtype, is_shared):
     if is_shared:
         barrier, size = distributed.barrier, distributed.get_world_size()
         rank = int(os.environ["LOCAL_RANK"])
-        share_weights(base, SimpleNamespace(local_rank=rank, node_rank=0, world_size=size, barrier=barrier))
+        share(base, SimpleNamespace(local_rank=rank, node_rank=0, world_size=size, barrier=barrier))
         base.move_to("cpu")
         assert base_hash(base) == own_hash
     with torch.no_grad():

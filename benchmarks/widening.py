@@ -178,7 +178,7 @@ def _write_reserved(weight: Tensor, kind: str, axes: Axes) -> None:
     reserved = len(hidden.places)
     if kind in ("embed_tokens", "frame_embedding"):
         weight[:, reserved] = CARRIED
-    elif kind == "fc" and weight.dim() == 2:
+    elif kind in ("fc", "residual") and weight.dim() == 2:
         weight[reserved, reserved :: len(hidden.source)] = 1
     elif kind in ("lm_head", "lm_heads"):
         weight[int(tokens.max()) + 1 :, reserved] = -PADDING_PENALTY / CARRIED

@@ -227,10 +227,10 @@ class DrafterTraining(L.LightningModule):
         # The metrics are the same on all processes already; sync_dist keeps Lightning from warning about each.
         self.log("val/acceptance_length", length, prog_bar=True, sync_dist=True)
         by_depth, before = {}, 1.0
-        for depth, share in enumerate(shares.tolist(), start=1):
-            by_depth[f"val/accepted_{depth}_or_more"] = share
-            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = share / before if before else 0.0
-            before = share
+        for depth, reached in enumerate(shares.tolist(), start=1):
+            by_depth[f"val/accepted_{depth}_or_more"] = reached
+            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = reached / before if before else 0.0
+            before = reached
         self.log_dict(by_depth, sync_dist=True)
         self.acceptance.reset()
 

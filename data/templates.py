@@ -27,6 +27,8 @@ from data.tokenizer import load_tokenizer, tokenizer_hash
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tools = Sequence[Mapping[str, Any]]  # each is defined by a JSON object
+
 
 def _read_template(name: str) -> str:
     """A template of ours, whose lines are broken and indented for readers only."""
@@ -121,10 +123,7 @@ def template_hash(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def encode_prompt(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    tools: Sequence[Mapping[str, Any]] = (),
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: Tools = ()
 ) -> list[int]:
     """Return the token ids of a prompt: messages as chat templates read them, and the start of the next answer.
 
@@ -133,22 +132,13 @@ def encode_prompt(
     return list(_apply_to_prompt(messages, tokenizer, template, tools, return_dict=True)["input_ids"])
 
 
-def render(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
+def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: Tools = ()) -> str:
     """Return the text of a prompt; the arguments are those of `encode_prompt`."""
     return str(_apply_to_prompt(messages, tokenizer, template, tools, tokenize=False))
 
 
 def _apply_to_prompt(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    tools: Sequence[Mapping[str, Any]],
-    **options: Any,
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: Tools, **options: Any
 ) -> Any:
     text, offered = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
     return _apply(messages, tokenizer, text, add_generation_prompt=True, **offered, **options)

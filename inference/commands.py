@@ -172,34 +172,6 @@ def chat(
     chat.chat(model, sampling, drafter, system, max_new_tokens, template)
 
 
-def serve(
-    model: ModelOptions,
-    drafter: str = "joint",
-    served_name: str | None = None,
-    template: str = "tokenizer",
-    max_tokens: int = 4096,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-) -> None:
-    """Serve a base with a drafter: a web page that shows every step, and OpenAI's chat endpoint.
-
-    Needs the extra `serve`: pip install 'ctc-drafters[serve]'. One answer is decoded at a time, and other requests wait
-    in order. For many requests at once, see `drafters serve-command`. If the variable DRAFTERS_API_KEY is set, requests
-    must carry its value as ``Authorization: Bearer KEY``.
-
-    Args:
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
-        served_name: Name of the model in requests; by default the base as it was given.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
-        max_tokens: Maximum number of tokens of an answer, and the number for requests that name none.
-        host: Address to listen on. By default only this machine reaches the server; others need an API key.
-        port: Port to listen on; 0 takes a free one.
-    """
-    from inference.serve import command
-
-    command.serve(model, drafter, served_name, template, max_tokens, host, port)
-
-
 def serve_command(
     drafter: str,
     base: str | None = None,

@@ -161,10 +161,35 @@ class QuestionOptions:
         return selected
 
     def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
-        """Select loaded questions whose first prompt fits into the context, as `select_prompts` does."""
-        from inference.prompts import select_prompts
+        """Select the loaded questions whose first prompt fits into the context, at most ``limit`` of each benchmark.
 
-        return select_prompts(base, questions, self.caps(), self.limit, self.template)
+        A later turn too long ends its answer. Raises ValueError if a prompt is empty, the template refuses a question
+        or leaves out its system prompt or tools, a cap is below 1, or no question of a benchmark fits.
+        """
+        from inference.prompts import BenchmarkPrompts, encode_first_prompt
+        from inference.verifier.session import check_prompt
+
+        selected, caps = {name: BenchmarkPrompts(name, base.context_length) for name in questions}, self.caps()
+        for name, prompts in selected.items():
+            for question in questions[name]:
+                if len(prompts.questions) == self.limit:
+                    break
+                try:
+                    prompt = encode_first_prompt(base, question, self.template)
+                    if len(prompt) >= base.context_length:
+                        prompts.left_out.append(question.question_id)
+                        continue
+                    check_prompt(base, prompt, caps[name])
+                except ValueError as error:
+                    raise ValueError(f"{name}, question {question.question_id}: {error}") from error
+                prompts.questions.append(question)
+                prompts.prompts.append(prompt)
+            if not prompts.questions:
+                raise ValueError(
+                    f"{name}: none of {len(questions[name])} prompts fits into the context of {base.name}, which ends "
+                    f"at {base.context_length} tokens: shorten the prompts, or take a base that reads more"
+                )
+        return selected
 
 
 def _choice_of_rows(text: str) -> Callable[[int], Sequence[int]]:

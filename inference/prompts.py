@@ -9,7 +9,6 @@ from data.conversations import Message, user_message
 from data.files import check_encodable
 from data.templates import ReasoningMarks, encode_prompt, find_marks, resolve_template
 from inference.verifier.base import Base, BaseConfig
-from inference.verifier.session import check_prompt
 
 MAX_LISTED_IDS = 5  # of the questions left out
 
@@ -85,38 +84,3 @@ def find_reasoning_marks(base: Base | BaseConfig, template: str) -> ReasoningMar
         return None
     text = resolve_template(template, base.tokenizer)
     return find_marks(text, base.tokenizer, encode_messages(base, [user_message("Why?")], template))
-
-
-def select_prompts(
-    base: Base | BaseConfig,
-    questions: Mapping[str, Sequence[Question]],
-    caps: Mapping[str, int],
-    limit: int | None,
-    template: str,
-) -> dict[str, BenchmarkPrompts]:
-    """Select the questions of each benchmark whose first prompt fits into the context, at most ``limit`` of them.
-
-    A later turn too long ends its answer. Raises ValueError if a prompt is empty, the template refuses a question or
-    leaves out its system prompt or tools, a cap is below 1, or no question of a benchmark fits.
-    """
-    selected = {name: BenchmarkPrompts(name, base.context_length) for name in questions}
-    for name, prompts in selected.items():
-        for question in questions[name]:
-            if len(prompts.questions) == limit:
-                break
-            try:
-                prompt = encode_first_prompt(base, question, template)
-                if len(prompt) >= base.context_length:
-                    prompts.left_out.append(question.question_id)
-                    continue
-                check_prompt(base, prompt, caps[name])
-            except ValueError as error:
-                raise ValueError(f"{name}, question {question.question_id}: {error}") from error
-            prompts.questions.append(question)
-            prompts.prompts.append(prompt)
-        if not prompts.questions:
-            raise ValueError(
-                f"{name}: none of {len(questions[name])} prompts fits into the context of {base.name}, which ends "
-                f"at {base.context_length} tokens: shorten the prompts, or take a base that reads more"
-            )
-    return selected

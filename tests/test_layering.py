@@ -37,7 +37,7 @@ LAYERS = {
     "inference": """
         arguments bases journal runs sandbox timing
         verifier
-        indexes openai_server prompts recount
+        indexes openai_server prompts
         options
         regenerate
         model_drafters

@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "verify": Command("inference.commands:verify", "show that a drafter changes no token of what the base writes"),
     "chat": Command("inference.commands:chat", "talk to a base in the terminal and watch its drafter"),
-    "serve": Command("inference.commands:serve", "serve a base with a drafter, with a page that shows every step"),
+    "serve": Command("inference.serve.command:serve", "serve a base with a drafter, with a page that shows every step"),
     "serve-command": Command(
         "inference.commands:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
     ),

@@ -1,6 +1,6 @@
 """CNN/DM and XSum, news articles to summarise, and WMT16, German sentences to translate into English."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from data.benchmarks.question import Benchmark, Question, Style, text
 
@@ -34,18 +34,6 @@ def read_xsum(row: Mapping, index: int) -> Question:
     return Question(index, "summarization", (article,), text(row, "summary", "summary_gt"))
 
 
-def _styles(instruction: str) -> dict[str, Style]:
-    """The prompts of the ANPD paper give 512 tokens, as the code of Zhang et al. 2023, whose settings it shares."""
-    article = "Article: {question}\nSummary:"  # as in the ANPD paper (its Figure 9)
-    examples, ends = f"{article} {{answer}}\n", ("\nArticle:",)
-    return {
-        "instruct": Style(f"{instruction}\n\n{{question}}"),  # in our own wording
-        "alpaca": Style(ALPACA, is_raw=True, stops=("\n###",), max_new_tokens=512),
-        "shot": Style(article, examples, num_shots=1, is_raw=True, stops=ends, max_new_tokens=512),
-        "ouroboros": Style(OUROBOROS, is_raw=True),
-    }
-
-
 def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004), computed by rouge-score."""
     from rouge_score.rouge_scorer import RougeScorer
@@ -71,25 +59,22 @@ def bleu_and_chrf(questions: Sequence[Question], texts: Sequence[str]) -> dict[s
     return {"BLEU": bleu.score, "chrF": chrf.score}
 
 
+def _summaries(source: str, fields: str, read: Callable[[Mapping, int], Question], instruction: str) -> Benchmark:
+    """The prompts of the ANPD paper give 512 tokens, as the code of Zhang et al. 2023, whose settings it shares."""
+    article = "Article: {question}\nSummary:"  # as in the ANPD paper (its Figure 9)
+    examples, ends = f"{article} {{answer}}\n", ("\nArticle:",)
+    styles = {
+        "instruct": Style(f"{instruction}\n\n{{question}}"),  # in our own wording
+        "alpaca": Style(ALPACA, is_raw=True, stops=("\n###",), max_new_tokens=512),
+        "shot": Style(article, examples, num_shots=1, is_raw=True, stops=ends, max_new_tokens=512),
+        "ouroboros": Style(OUROBOROS, is_raw=True),
+    }
+    return Benchmark(f"{source}:test", fields, read, 128, styles, rouge, shots=f"{source}:train")
+
+
 BENCHMARKS = {
-    "cnn_dm": Benchmark(
-        f"{CNN_DM}:test",
-        "article, highlights",
-        read_cnn_dm,
-        max_new_tokens=128,
-        styles=_styles("Summarize this article in a few sentences."),
-        score=rouge,
-        shots=f"{CNN_DM}:train",
-    ),
-    "xsum": Benchmark(
-        f"{XSUM}:test",
-        "document, summary",
-        read_xsum,
-        max_new_tokens=128,
-        styles=_styles("Summarize this article in one sentence."),
-        score=rouge,
-        shots=f"{XSUM}:train",
-    ),
+    "cnn_dm": _summaries(CNN_DM, "article, highlights", read_cnn_dm, "Summarize this article in a few sentences."),
+    "xsum": _summaries(XSUM, "document, summary", read_xsum, "Summarize this article in one sentence."),
     "wmt16": Benchmark(
         "hub:wmt/wmt16@41d8a4013aa1489f28fea60ec0932af246086482:de-en:test",
         "de, en",

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, count_tokens, decode_steps
-from inference.evaluate.conditions import differing
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes
 from inference.evaluate.tables import Row, Table, number
@@ -106,14 +105,20 @@ def unpaired(results: EvaluationResults, other: EvaluationResults) -> list[str]:
 
 
 def differing_conditions(before: EvaluationResults, after: EvaluationResults) -> list[str]:
-    """One line for each condition, such as the dtype, in which the evaluations differ."""
-    caps, others = before.conditions.caps, after.conditions.caps
-    lines = differing(before.conditions, after.conditions)
-    return lines + [
-        f"length cap of {name}: {caps.get(name)} and {others.get(name)}"
-        for name in before.summaries
-        if name in after.summaries and caps.get(name) != others.get(name)
-    ]
+    """One line for each condition, such as the dtype, in which the evaluations differ.
+
+    Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
+    """
+    old, new, lines = before.conditions, after.conditions, list[str]()
+    if old.base_fingerprint and new.base_fingerprint:
+        if old.base_fingerprint != new.base_fingerprint:
+            lines.append(f"base: {old.base} and {new.base}" + ", whose files differ" * (old.base == new.base))
+    elif old.base != new.base:
+        lines.append(f"base: {old.base} and {new.base}")
+    pairs: dict[str, Any] = {name: (value, new.same()[name]) for name, value in old.same().items()}
+    shared = (name for name in before.summaries if name in after.summaries)
+    pairs |= {f"length cap of {name}": (old.caps.get(name), new.caps.get(name)) for name in shared}
+    return lines + [f"{name}: {value} and {other}" for name, (value, other) in pairs.items() if value != other]
 
 
 def difference_tables(differences: Sequence[Difference]) -> list[Table]:

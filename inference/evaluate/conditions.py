@@ -43,7 +43,7 @@ class RunConditions:
     """The conditions under which an evaluation measures: all that its answers and their times depend on.
 
     They are the first line of ``answers/run.jsonl``, and stand in results.json. Figures of two evaluations may be
-    compared where `differing` names nothing.
+    compared where `compare.differing_conditions` names nothing.
     """
 
     base: str
@@ -82,22 +82,6 @@ class RunConditions:
             "decoding": decoding,
             "template": self.template,
         }
-
-
-def differing(before: RunConditions, after: RunConditions) -> list[str]:
-    """One line for each condition, such as the dtype, in which two evaluations differ.
-
-    Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
-    """
-    lines = []
-    if before.base_fingerprint and after.base_fingerprint:
-        if before.base_fingerprint != after.base_fingerprint:
-            are_equal = before.base == after.base
-            lines.append(f"base: {before.base} and {after.base}" + ", whose files differ" * are_equal)
-    elif before.base != after.base:
-        lines.append(f"base: {before.base} and {after.base}")
-    pairs = zip(before.same().items(), after.same().values(), strict=True)
-    return lines + [f"{name}: {value} and {other}" for (name, value), other in pairs if value != other]
 
 
 def make_conditions(

@@ -16,13 +16,7 @@ from data.files import validated
 from data.templates import decode_answer
 from inference import drafter_specs, timing
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, comparable, median_answers
-from inference.evaluate.conditions import (
-    OWN_LOOP,
-    RunRecord,
-    drafter_conditions,
-    make_conditions,
-    versions,
-)
+from inference.evaluate.conditions import OWN_LOOP, RunRecord, drafter_conditions, make_conditions, versions
 from inference.evaluate.figures import Summary, summarise
 from inference.evaluate.results import Measured
 from inference.evaluate.step_times import MedianStepTimes, timing_error

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from data.safe_text import SafeConsole, escape_markdown
-from inference import recount
-from inference.evaluate import compare, tables
+from inference.evaluate import compare, recount, tables
 from inference.evaluate.page import find_decoder, write_page
 from inference.evaluate.results import read, read_all
 from inference.evaluate.tables import Row, Table, number

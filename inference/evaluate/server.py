@@ -74,10 +74,6 @@ class Server:
         self.context_length, self.is_chat, self.sends_ids = base.context_length, False, True
         self._encoding = Lock()  # a tokenizer is used by one thread at a time
 
-    def close(self) -> None:
-        """Close all connections."""
-        self.client.close()
-
     def is_healthy(self) -> bool:
         """Whether vLLM is ready."""
         return self.client.get("/health") is not None
@@ -280,7 +276,8 @@ class Servers:
         """The server of a drafter and what it is asked, one after the other; none for no runs."""
         spec, template = self.conditions.drafters[drafter].spec, self.conditions.template
         if runs and "://" in spec:
-            with closing(Server(spec, self.base, template)) as server:
+            server = Server(spec, self.base, template)
+            with closing(server.client):
                 yield server, runs
         elif runs:
             port, named = free_port(), None if spec == BASELINE else spec
@@ -288,7 +285,7 @@ class Servers:
             # A drafter that remembers texts would know the questions from the run before.
             for group in [[run] for run in runs] if launch.remembers else [runs]:
                 server = Server(f"http://127.0.0.1:{port}", self.base, template, is_ours=True)
-                with closing(server), running_vllm(launch, log, server.is_healthy):
+                with closing(server.client), running_vllm(launch, log, server.is_healthy):
                     yield server, group
 
     def _measure(self, server: Server, run: ServedRun, on_answer: Callable[[], None]) -> tuple[ServedRun, list[Answer]]:

@@ -5,8 +5,6 @@ import socket
 from importlib.util import find_spec
 
 from data.safe_text import safe_line
-from data.templates import resolve_template
-from inference import drafter_specs
 from inference.options import ModelOptions
 
 KEY_VARIABLE = "DRAFTERS_API_KEY"
@@ -14,13 +12,34 @@ LOCAL_HOSTS = ["127.0.0.1", "localhost", "::1"]
 
 
 def serve(
-    model: ModelOptions, drafter: str, served_name: str | None, template: str, max_tokens: int, host: str, port: int
+    model: ModelOptions,
+    drafter: str = "joint",
+    served_name: str | None = None,
+    template: str = "tokenizer",
+    max_tokens: int = 4096,
+    host: str = "127.0.0.1",
+    port: int = 8000,
 ) -> None:
-    """Run `drafters serve`, see `inference.commands.serve`."""
+    """Serve a base with a drafter: a web page that shows every step, and OpenAI's chat endpoint.
+
+    Needs the extra `serve`: pip install 'ctc-drafters[serve]'. One answer is decoded at a time, and other requests wait
+    in order. For many requests at once, see `drafters serve-command`. If the variable DRAFTERS_API_KEY is set, requests
+    must carry its value as ``Authorization: Bearer KEY``.
+
+    Args:
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
+        served_name: Name of the model in requests; by default the base as it was given.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+        max_tokens: Maximum number of tokens of an answer, and the number for requests that name none.
+        host: Address to listen on. By default only this machine reaches the server; others need an API key.
+        port: Port to listen on; 0 takes a free one.
+    """
     if not (find_spec("fastapi") and find_spec("uvicorn")):
         raise ValueError("drafters serve needs FastAPI and uvicorn: pip install 'ctc-drafters[serve]'")
     import uvicorn
 
+    from data.templates import resolve_template
+    from inference import drafter_specs
     from inference.serve.app import SERVER, Decoder, make_app
 
     if max_tokens < 1 or not 0 <= port < 1 << 16:

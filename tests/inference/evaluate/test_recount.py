@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from inference import recount
 from inference.commands import report
+from inference.evaluate import recount
 from inference.evaluate.answers import Answer, Turn, to_json
 from inference.evaluate.figures import acceptance_length
 from inference.verifier.session import Step
 from tests.conftest import refusal
 
-RECORDED = Path(__file__).parents[3] / "shared" / "data" / "base_outputs" / "ctc_drafter"
+RECORDED = Path(__file__).parents[4] / "shared" / "data" / "base_outputs" / "ctc_drafter"
 PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna-7b-mt_bench-greedy.jsonl"
 
 

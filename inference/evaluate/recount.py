@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from data.files import read_json_lines, reading
+from inference.evaluate.intervals import quotient
 
 
 @dataclass(frozen=True)
@@ -69,34 +70,30 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(measured) if measured else None
 
 
-def _quotient(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
 def _speed(answers: Sequence[Recorded]) -> float | None:
     """Tokens per second; None if a time is missing."""
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
-    return _quotient(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
+    return quotient(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
 
 
 def _micro(pairs: Pairs) -> float | None:
     counted = [answer for answer, _ in pairs if answer.steps is not None]
-    return _quotient(sum(answer.emitted for answer in counted), sum(answer.steps or 0 for answer in counted))
+    return quotient(sum(answer.emitted for answer in counted), sum(answer.steps or 0 for answer in counted))
 
 
 def _spec_bench(pairs: Pairs) -> float | None:
     answers, baseline = zip(*pairs, strict=True)
-    return _quotient(_mean(_speed([answer]) for answer in answers), _mean(_speed([base]) for base in baseline))
+    return quotient(_mean(_speed([answer]) for answer in answers), _mean(_speed([base]) for base in baseline))
 
 
 CONVENTIONS: dict[str, tuple[str, Convention]] = {
     "beta, CTC paper": (
         "mean over questions of new tokens / last step index, from 0 and summed over turns: a step per turn is missing",
-        lambda pairs: _mean(_quotient(answer.tokens, answer.index) for answer, _ in pairs),
+        lambda pairs: _mean(quotient(answer.tokens, answer.index) for answer, _ in pairs),
     ),
     "acceptance length, mean": (
         "mean over questions of new tokens / steps; steps = that index + 1",
-        lambda pairs: _mean(_quotient(answer.emitted, answer.steps) for answer, _ in pairs),
+        lambda pairs: _mean(quotient(answer.emitted, answer.steps) for answer, _ in pairs),
     ),
     "acceptance length, micro": (
         "all new tokens / all steps, prefills excluded; Spec-Bench's mean accepted tokens",
@@ -104,12 +101,12 @@ CONVENTIONS: dict[str, tuple[str, Convention]] = {
     ),
     "gamma, CTC paper": (
         "mean over questions of tokens per second / the baseline's tokens per second",
-        lambda pairs: _mean(_quotient(_speed([answer]), _speed([base])) for answer, base in pairs),
+        lambda pairs: _mean(quotient(_speed([answer]), _speed([base])) for answer, base in pairs),
     ),
     "speed-up, Spec-Bench": ("mean over questions of tokens per second / the baseline's mean", _spec_bench),
     "speed-up, micro": (
         "(all tokens / all seconds) / the same ratio of the baseline",
-        lambda pairs: _quotient(*(_speed(side) for side in zip(*pairs, strict=True))),
+        lambda pairs: quotient(*(_speed(side) for side in zip(*pairs, strict=True))),
     ),
 }
 

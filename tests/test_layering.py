@@ -51,8 +51,8 @@ LAYERS = {
         commands
     """,
     "train": """
-        arguments checkpoints divisor features initial_drafter model_card strategies validation
-        formats optimizer
+        arguments checkpoints divisor initial_drafter model_card served strategies validation
+        features formats optimizer
         export module
         import_drafter memory resume
         callbacks commands

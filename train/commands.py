@@ -75,6 +75,8 @@ def features(
     devices: int = 1,
     batch_size: int = 8,
     shard_megabytes: float = 256.0,
+    served: str | None = None,
+    served_layers: str = "",
 ) -> None:
     """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
 
@@ -96,12 +98,16 @@ def features(
         devices: Number of GPUs, or of processes on a CPU, that write shards at the same time.
         batch_size: Conversations per forward pass of the base.
         shard_megabytes: Size of a shard in megabytes.
+        served: Folder of hs_*.safetensors that speculators' data_generation_offline.py wrote from a vLLM server: their
+            states are stored, and of the base only the final norm and the LM head run. The default runs the base.
+        served_layers: Layers in those files, in ascending order with the last one, like 2,16,29,32. The default is that
+            of speculators' launch_vllm.py for a base of n layers: 2, n // 2, n - 3 and n.
     """
     from train import features
 
     features.features(
         base, files, out, template, max_length, limit, cache_dir, layers, dtype, base_dtype, device, devices,
-        batch_size, shard_megabytes,
+        batch_size, shard_megabytes, served, served_layers,
     )  # fmt: skip
 
 

@@ -44,11 +44,13 @@ from drafters.protocol import TrainingBatch
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
 from inference.verifier.sampling import most_probable
+from train.served import ServedStates
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    ShardOptions = tuple[Path, Dataset, Sequence[int], StoreDtype, int]  # of `write_shards`, for all shards
+    # Of `write_shards`, for all shards.
+    ShardOptions = tuple[Path, Dataset, Sequence[int], StoreDtype, int, ServedStates | None]
 
 
 @torch.no_grad()
@@ -109,7 +111,7 @@ def choose_layers(store: FeatureStore, base: Base, hash_of_base: str, layers: Se
 def features(
     base: str, files: list[str], out: str, template: str, max_length: int, limit: int | None, cache_dir: str | None,
     layers: str, dtype: StoreDtype, base_dtype: Dtype, device: str, devices: int, batch_size: int,
-    shard_megabytes: float,
+    shard_megabytes: float, served: str | None, served_layers: str,
 ) -> None:  # fmt: skip
     """Run `drafters features`, see `train.commands.features`."""
     folder = Path(out).expanduser()
@@ -119,19 +121,26 @@ def features(
     place = resolve_device(device)
     if devices < 1 or (place.type == "cuda" and devices > torch.cuda.device_count()):
         raise ValueError(f"devices is {devices}: give at least 1, and no more than there are GPUs")
-    loaded = load_base(base, base_dtype, "cpu" if devices > 1 else place, bitwise=False, movable=True)
+    loaded = load_base(base, base_dtype, "cpu" if devices > 1 or served else place, bitwise=False, movable=True)
     if max_length > loaded.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
             f"pass --max_length {loaded.context_length} or less"
         )
     numbers = parse_layers(layers, loaded.shape.num_layers)
+    states = None
+    if served:
+        last = loaded.shape.num_layers
+        held = parse_layers(served_layers or f"2,{last // 2},{last - 3},{last}", last)
+        states = ServedStates.scan(Path(served).expanduser(), held, loaded, numbers, max_length)
     conversations, dropped = load_conversations(files, limit)
     print(safe_text(f"{len(conversations):,} conversations read, {dropped}"))
     template = with_date(template, loaded.tokenizer, stored_template(folder))
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
     check_tokens(texts, loaded.tokenizer, loaded.config.vocab_size)
     print(describe(texts))
+    if states:
+        states.check(texts)
     rows = [ShardRow(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
     shard_bytes = int(shard_megabytes * 2**20)
     shards = divide_into_shards(rows, bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype), shard_bytes)
@@ -152,7 +161,7 @@ def features(
         shard_bytes=shard_bytes,
         files=tuple({"name": file} for file in files),
     )
-    options = folder, texts, numbers, dtype, batch_size
+    options = folder, texts, numbers, dtype, 1 if states else batch_size, states
     if devices == 1:
         write_store(folder, manifest, shards, partial(write_shards, loaded, place, *options))
     else:
@@ -263,9 +272,13 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
 
 def write_shards(
     base: Base, device: torch.device, folder: Path, texts: Dataset, layers: Sequence[int], dtype: StoreDtype,
-    batch_size: int, shards: Mapping[str, Sequence[ShardRow]],
+    batch_size: int, served: ServedStates | None, shards: Mapping[str, Sequence[ShardRow]],
 ) -> Iterator[Shard]:  # fmt: skip
     """Write shards, and yield each that is complete. While one is written to the disk, the base computes the next."""
+    compute: Callable[..., TrainingBatch] = served.compute if served else compute_features
+    if served:
+        decoder: Any = base.model.base_model
+        decoder.layers = None  # neither moved nor run; texts come one at a time
     base.move_to(device)
     prepare_process(device)
     turn, is_stopped = Lock(), Event()
@@ -277,7 +290,7 @@ def write_shards(
             conversations = [texts[row.number] for row in shard[start : start + batch_size]]
             padded = collate(conversations)
             with turn:
-                batch = compute_features(base, layers, padded["input_ids"].to(device), padded["loss_mask"])
+                batch = compute(base, layers, padded["input_ids"].to(device), padded["loss_mask"])
             for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
                 yield {
                     "id": conversation["id"],

@@ -209,7 +209,7 @@ def test_what_ends_a_process_that_writes_shards_ends_the_command_in_one_line(tin
 
     def write(numbers, source=base):
         shards = {f"{number}": [ShardRow(number, keys[0], 400)] for number in numbers}
-        return list(write_in_processes([cpu] * 2, source, (tmp_path, rows, (0,), "float32", 4), shards))
+        return list(write_in_processes([cpu] * 2, source, (tmp_path, rows, (0,), "float32", 4, None), shards))
 
     assert [shard.num_rows for shard in write([0, 1, 2])] == [1, 1, 1]
     assert "no-such-base" in refusal(write, [0, 1], source=("no-such-base", "float32"))

@@ -324,7 +324,7 @@ def training(machine: Machine) -> Iterator[ResultTable]:
     kind, arguments = drafter_recipe(CONFIG, base.shape.num_layers, sizes.num_anchors)
     step = TrainingStep(kind, arguments, base, sizes.batch_size, precision)
     trainer = L.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False, barebones=True)
-    module: Any = SimpleNamespace(base=base, drafter=step.drafter, shard_base=False)
+    module: Any = SimpleNamespace(base=base, drafter=step.drafter, shard_base=False, runs_base=lambda _: True)
     estimates = memory_parts(module, trainer, sizes.batch_size, step.autocast)
     peak, estimate = step.peak(), sum(estimates.values())
     texts = f"{sizes.batch_size[0]} texts of {sizes.batch_size[1]} tokens"

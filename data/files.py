@@ -267,7 +267,11 @@ def checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a folder, except those in Markdown, which anyone may edit, next to them."""
+    """Write the checksums of all files of a folder next to them, except those in Markdown, which anyone may edit.
+
+    The list of an earlier call is replaced, and is none of these files.
+    """
+    (folder / CHECKSUMS).unlink(missing_ok=True)
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".md")
     text = "".join(f"{checksum(path)}  {path.name}\n" for path in files)
     (folder / CHECKSUMS).write_text(text, encoding="utf-8")

@@ -199,6 +199,7 @@ def folder(tmp_path):
     for name, text in {"config.json": "{}", "model.safetensors": "weights", "README.md": "card"}.items():
         (tmp_path / name).write_text(text)
     write_checksums(tmp_path)
+    write_checksums(tmp_path)  # whose list is not one of the files
     return tmp_path
 
 

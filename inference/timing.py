@@ -63,9 +63,12 @@ def use_idle_cores() -> None:
     A thread that shares its core makes all others wait for it at each of a step's thousand operations: beside one busy
     core, two threads decoded three times as slowly as one (docs/results/int8.md).
     """
-    threads, busy = torch.get_num_threads(), (running_threads() or 0) / (os.cpu_count() or 1)
+    threads = torch.get_num_threads()
+    if threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return  # without the fifth of a second that counting takes
+    busy = (running_threads() or 0) / (os.cpu_count() or 1)
     idle = max(1, round(num_cores() * (1 - busy)))
-    if idle < threads and "OMP_NUM_THREADS" not in os.environ:
+    if idle < threads:
         torch.set_num_threads(idle)
         print(
             f"other programs use the processor: decoding with {idle} of {threads} threads; OMP_NUM_THREADS={threads} "

@@ -71,7 +71,12 @@ def test_threads_that_run_right_now_are_counted_and_keep_their_cores(monkeypatch
 def test_an_idle_machine_decodes_with_all_threads(monkeypatch, capsys):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("inference.timing.running_threads", lambda: 0.1)
-    monkeypatch.setattr("inference.timing.num_cores", lambda: 1024)
+    monkeypatch.setattr("inference.timing.num_cores", lambda: 4)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     threads = torch.get_num_threads()
-    use_idle_cores()
-    assert (torch.get_num_threads(), capsys.readouterr().err) == (threads, "")
+    torch.set_num_threads(4)
+    try:
+        use_idle_cores()
+        assert (torch.get_num_threads(), capsys.readouterr().err) == (4, "")
+    finally:
+        torch.set_num_threads(threads)

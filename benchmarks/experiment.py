@@ -62,9 +62,8 @@ class SharedSettings:
     batch_size: int = 8  # conversations per step
     max_length: int = 384  # of a conversation, in tokens
     features: str | None = None  # feature store of the training text; None to run the base during training
-    learning_rate: float = (
-        2e-3  # peak of AdamW, with a warm-up of a tenth, at most 30 steps, and a cosine decay to zero
-    )
+    # Peak of AdamW, with a warm-up of a tenth of the steps, at most 30, and a cosine decay to zero.
+    learning_rate: float = 2e-3
 
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration that trains an arm, as `lightning fit` reads it."""

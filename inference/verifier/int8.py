@@ -89,9 +89,8 @@ class JoinedLinear(nn.Module):
         if latest is None or latest() is not input:  # another thread may run the model with other states
             result = self._joined[0](input)
             self._results["latest"] = ref(input), result
-        if (
-            self._columns.stop == self._joined[0].out_features
-        ):  # the last of the layers: a long prompt's take much memory
+        is_last = self._columns.stop == self._joined[0].out_features
+        if is_last:  # nobody reads them again, and those of a long prompt take much memory
             self._results.pop("latest", None)
         return result[..., self._columns]
 

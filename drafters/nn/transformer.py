@@ -102,10 +102,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
-        self.width = shape.intermediate_size
-        self.gate_proj = nn.Linear(shape.hidden_size, self.width, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, self.width, bias=False)
-        self.down_proj = nn.Linear(self.width, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -182,7 +181,8 @@ class Trunk(nn.Module):
     def forward(self, frames: Tensor, positions: Tensor, context: Context, mask: Mask = None) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
         rotation = self.rotary(positions)
-        for layer, (keys, values) in zip(self.layers, context, strict=False):  # a `LlamaTrunk` has states behind them
+        of_layers = context[: len(self.layers)]  # a `LlamaTrunk` has its states behind them
+        for layer, (keys, values) in zip(self.layers, of_layers, strict=True):
             inputs = frames, rotation, keys, values, mask
             if self.is_recomputed and torch.is_grad_enabled():
                 frames = checkpoint(layer, *inputs, use_reentrant=False)

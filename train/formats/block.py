@@ -51,7 +51,10 @@ def block_config(drafter: Block, shape: BaseShape, target: Target, mask_token_id
     num_layers = len(drafter.trunk.layers)
     layers = layer_config(shape, num_layers, target.context_length, "qwen3")
     layer: Any = drafter.trunk.layers[0]
-    layers |= {"num_key_value_heads": layer.self_attn.num_key_heads, "intermediate_size": layer.mlp.width}
+    layers |= {
+        "num_key_value_heads": layer.self_attn.num_key_heads,
+        "intermediate_size": layer.mlp.gate_proj.out_features,
+    }
     return speculators_config("dspark", "DSparkDraftModel", drafter.num_labels, target) | {
         "transformer_layer_config": layers
         | {"use_sliding_window": False, "layer_types": ["full_attention"] * num_layers},

@@ -179,6 +179,7 @@ def serve_command(
     num_tokens: int | None = None,
     dtype: str = "auto",
     port: int = 8000,
+    disable_by_batch_size: int | None = None,
 ) -> None:
     """Print the command that starts an OpenAI-compatible server of a base with a drafter.
 
@@ -194,14 +195,18 @@ def serve_command(
         num_tokens: Largest number of draft tokens per step; by default what the drafter was trained for, else 6.
         dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16. llama.cpp takes the file's.
         port: Port of the server.
+        disable_by_batch_size: vLLM drafts nothing in steps with more requests than this; by default it always drafts.
     """
     if engine == "llama.cpp":
         from inference import llama_cpp
 
+        if disable_by_batch_size is not None:
+            raise ValueError("llama.cpp has no --disable_by_batch_size: leave it out, or serve with --engine vllm")
+
         return print(llama_cpp.server_line(base, drafter, num_tokens, port))
     from inference.vllm.command import installed_vllm, make_launch
 
-    launch = make_launch(base, drafter, num_tokens, dtype, port)
+    launch = make_launch(base, drafter, num_tokens, dtype, port, disable_by_batch_size)
     if not installed_vllm()[1]:
         print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
     print(launch.line)

@@ -222,6 +222,7 @@ class EvaluationOptions:
         run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
         server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
         concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
+        disable_by_batch_size: Let vLLM draft nothing in steps with more requests than this.
     """
 
     drafter: list[str] | None = None
@@ -230,6 +231,7 @@ class EvaluationOptions:
     run_code: bool = False
     server: list[str] | None = None
     concurrency: list[int] | None = None
+    disable_by_batch_size: int | None = None
 
 
 @dataclass(frozen=True)

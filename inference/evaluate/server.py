@@ -180,13 +180,16 @@ class Servers:
             raise ValueError(f"{most} requests at once need as many questions, and {few[0]} has fewer: raise --limit")
         (package, version), servers = installed_vllm(), options.server or []
         dtype: str = model.dtype
+        self.most_drafted = options.disable_by_batch_size
         if servers == [VLLM]:
             if not version:
                 raise ValueError(f"--server vllm needs vLLM in this environment; install both {INSTALL}")
             drafters = drafter_conditions(options.drafter or DEFAULT_DRAFTERS)
             machine = timing.machine_name("cuda:0" if torch.cuda.is_available() else "cpu")
             engine, device, packages = f"vLLM {version}", VLLM, [package]
-        elif options.drafter or VLLM in servers:
+            if self.most_drafted is not None:
+                engine += f", without drafts for more than {self.most_drafted} requests"
+        elif options.drafter or self.most_drafted is not None or VLLM in servers:
             raise ValueError(
                 "give --server vllm with drafters, or addresses of servers, which have drafters of their own"
             )
@@ -281,7 +284,8 @@ class Servers:
                 yield server, runs
         elif runs:
             port, named = free_port(), None if spec == BASELINE else spec
-            launch = make_launch(self.conditions.base, named, dtype=self.conditions.dtype, port=port)
+            limits = {"disable_by_batch_size": self.most_drafted}
+            launch = make_launch(self.conditions.base, named, dtype=self.conditions.dtype, port=port, **limits)
             # A drafter that remembers texts would know the questions from the run before.
             for group in [[run] for run in runs] if launch.remembers else [runs]:
                 server = Server(f"http://127.0.0.1:{port}", self.base, template, is_ours=True)

@@ -41,7 +41,12 @@ class Launch:
 
 
 def make_launch(
-    base: str | None, drafter: str | None, num_tokens: int | None = None, dtype: str = "auto", port: int = 8000
+    base: str | None,
+    drafter: str | None,
+    num_tokens: int | None = None,
+    dtype: str = "auto",
+    port: int = 8000,
+    disable_by_batch_size: int | None = None,
 ) -> Launch:
     """Return how vLLM is started with a drafter, or for None with the base alone; see `serve_command`.
 
@@ -69,6 +74,11 @@ def make_launch(
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
     words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     words += ["--port", str(port)]
+    if speculative and disable_by_batch_size is not None:
+        check_at_least(1, disable_by_batch_size=disable_by_batch_size)
+        few = [1, disable_by_batch_size, speculative["num_speculative_tokens"]]
+        above = disable_by_batch_size + 1  # vLLM carries the last range on
+        speculative["num_speculative_tokens_per_batch_size"] = [few, [above, above, 0]]
     if speculative:
         words += ["--speculative-config", json.dumps(speculative)]
     if method == CUSTOM:

@@ -38,6 +38,7 @@ class Proposer(ABC):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         import vllm
+        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
         check_version(vllm.__version__)
         self.vllm_config = vllm_config
@@ -53,8 +54,13 @@ class Proposer(ABC):
                 "true in --additional-config"
             )
         model: Any = vllm_config.model_config
-        assert vllm_config.speculative_config is not None
-        self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        speculative: Any = vllm_config.speculative_config
+        self.num_tokens = int(speculative.num_speculative_tokens)
+        most, schedule = vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens_per_batch_size
+        self.lengths = [self.num_tokens] * (most + 1)
+        """Largest number of draft tokens by the number of requests in a step; vLLM leaves it to a custom_class."""
+        if schedule:
+            self.lengths = build_dynamic_sd_schedule_lookup(schedule, most, self.num_tokens)
         tokenizer = load_tokenizer(join_revision(model.tokenizer, model.tokenizer_revision))
         self.base = BaseConfig(model.model, tokenizer, model.hf_text_config)
         ids = model.try_get_generation_config().get("eos_token_id")
@@ -73,7 +79,7 @@ class Proposer(ABC):
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Return a chain for each of R requests; an empty one where a prompt is still being read.
+        """Return a chain for each of R requests; an empty one where a prompt is still being read, or R is too large.
 
         Args:
             sampled_token_ids: For each request the tokens that the last step emitted; none within a prompt.
@@ -84,9 +90,11 @@ class Proposer(ABC):
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         self.num_drafts += len(rows)
         chains: list[list[int]] = [[] for _ in sampled_token_ids]
-        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
-        for row, chain in zip(rows, self.draft(rows, texts) if rows else [], strict=True):
-            chains[row] = [int(token) for token in chain]
+        longest = self.lengths[len(sampled_token_ids)]
+        if rows and longest:
+            texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+            for row, chain in zip(rows, self.draft(rows, texts), strict=True):
+                chains[row] = [int(token) for token in chain[:longest]]
         return chains
 
     @abstractmethod

@@ -187,8 +187,10 @@ def start():
 
     started = []
 
-    def make(kind, drafter, **options):
-        speculative = {"method": "custom_class", "model": CLASSES[kind], "num_speculative_tokens": CHAIN}
+    def make(kind, drafter, speculative=None, **options):
+        speculative = {"method": "custom_class", "model": CLASSES[kind], "num_speculative_tokens": CHAIN} | (
+            speculative or {}
+        )
         own = {"speculative_config": speculative, "additional_config": {"drafter": str(drafter), "greedy_only": True}}
         with llvmlite_unseen():
             llm = LLM(BASE, disable_log_stats=False, **OPTIONS | own | options)

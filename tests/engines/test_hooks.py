@@ -19,11 +19,16 @@ RUNNER = "vllm.v1.worker.gpu_model_runner"
 HOOKS = {  # MODULE:NAME, and its attributes, fields or parameters
     "vllm:SamplingParams": "temperature max_tokens ignore_eos n",
     "vllm:LLM": "generate get_metrics reset_prefix_cache",
-    "vllm.config:VllmConfig": "additional_config cache_config model_config parallel_config speculative_config",
+    "vllm.config:VllmConfig": "additional_config cache_config model_config parallel_config "
+    "scheduler_config speculative_config",
     "vllm.config:ModelConfig": "model tokenizer tokenizer_revision hf_text_config try_get_generation_config dtype "
     "is_multimodal_model enable_prompt_embeds hf_config",
     "vllm.config:ParallelConfig": "pipeline_parallel_size decode_context_parallel_size num_ubatches",
-    "vllm.config:SpeculativeConfig": "method model num_speculative_tokens draft_model_config",
+    "vllm.config:SpeculativeConfig": "method model num_speculative_tokens draft_model_config "
+    "num_speculative_tokens_per_batch_size",
+    "vllm.config:SchedulerConfig": "max_num_seqs",
+    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup": "num_speculative_tokens_per_batch_size "
+    "vllm_max_batch_size vllm_num_speculative_tokens",
     "vllm.distributed:cleanup_dist_env_and_memory": "",
     "vllm.distributed:get_tensor_model_parallel_world_size": "",
     "vllm.distributed:tensor_model_parallel_all_gather": "input_ dim",

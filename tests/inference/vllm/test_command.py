@@ -98,6 +98,15 @@ def test_the_line_for_a_drafter_without_weights(capsys):
     assert json.loads(arguments.additional_config) == {"drafter": "anpd:order=4"}
 
 
+def test_the_line_without_drafts_for_many_requests(capsys):
+    main(["serve-command", "anpd", "--base", BASE, "--disable-by-batch-size", "4"])
+    speculative = json.loads(parsed(capsys.readouterr().out).speculative_config)
+    assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 4, 6], [5, 5, 0]]
+    words = "anpd", "--base", BASE, "--disable-by-batch-size"
+    assert "disable_by_batch_size must be at least 1, not 0" in refusal(capsys, *words, "0")
+    assert "llama.cpp has no --disable_by_batch_size" in refusal(capsys, *words, "4", "--engine", "llama.cpp")
+
+
 @pytest.mark.parametrize(("name", "num_tokens"), [("medusa", 2), ("eagle", 6), ("eagle3", 4)])
 @pytest.mark.parametrize("has_name", [False, True])
 def test_the_line_for_a_folder_in_vllm_s_own_format_names_its_method(name, num_tokens, has_name, exported, capsys):

@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.experiment import Arm, GreedyAnswer, mean_and_range, remembered
 from benchmarks.harness import ResultTable, alternate
 from drafters import Limits, Medusa, checkpoint
-from drafters.ctc.trees import BLANK, collapsed, paper_trees, with_blank
+from drafters.ctc.trees import BLANK, ctc_transform, paper_trees, with_blank
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
 from drafters.trees.search import Candidates, SearchLimits, search
@@ -61,7 +61,7 @@ NOTES = [
 
 def transformed(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
     """Apply the CTC transform to the most probable paths, for frames without a blank."""
-    return [collapsed(tree) for tree in search(candidates, limits)]
+    return [ctc_transform(tree) for tree in search(candidates, limits)]
 
 
 def blanks_kept(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:

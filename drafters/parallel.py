@@ -20,7 +20,7 @@ from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, rest
 from drafters.nn.lookup import Lookup, Passages
 from drafters.nn.markov import Markov, markov_bias
 from drafters.nn.table import Table
-from drafters.nn.transformer import LlamaTrunk, Trunk
+from drafters.nn.transformer import AttentionDraftModule, Trunk
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import candidates, choose
@@ -176,7 +176,7 @@ class ParallelDrafter(CachingDrafter):
             raise ValueError(f"the {base.num_heads} heads of the base cannot share num_key_heads ({num_key_heads})")
         shape = replace(base, intermediate_size=trunk.intermediate_size or base.intermediate_size)
         if trunk.llama_layer:
-            self.trunk: Trunk = LlamaTrunk(shape, num_key_heads)
+            self.trunk: Trunk = AttentionDraftModule(shape, num_key_heads)
         else:
             self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if frames_differ else 1
@@ -220,8 +220,8 @@ class ParallelDrafter(CachingDrafter):
     ) -> Tensor:
         """States (B, A, T, D) of the predicting frames, which attend to the `context` as the mask allows.
 
-        ``last`` (B, A, D) are the context's states before the roots, needed for a `LlamaTrunk` whose context does not
-        begin at position 0.
+        ``last`` (B, A, D) are the context's states before the roots, needed for an `AttentionDraftModule` whose context
+        does not begin at position 0.
         """
         inputs = self._inputs(roots, embedding)
         if self.llama_layer:

@@ -28,7 +28,7 @@ def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]
     # A node then counts with the probability of its best completion, in units of the best sequence's.
     best_completions = Candidates(tokens, frames / frames.max(2, keepdims=True))
     raw_trees = search(best_completions, SearchLimits(limits.num_nodes, frames.shape[1]))
-    trees = (collapsed(tree, BLANK) for tree in raw_trees)
+    trees = (ctc_transform(tree, BLANK) for tree in raw_trees)
     return [tree.pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in trees]
 
 
@@ -40,7 +40,7 @@ def with_blank(candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
     return symbols, np.concatenate([probs, blank[..., None]], axis=2)
 
 
-def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
+def ctc_transform(tree: DraftTree, blank: int | None = None) -> DraftTree:
     """The CTC transform of a tree over frames: on every path, repeats are merged, then blanks dropped.
 
     Paths with the same text become one path. The root is no frame, so the first token may repeat it.

@@ -181,7 +181,7 @@ class Trunk(nn.Module):
     def forward(self, frames: Tensor, positions: Tensor, context: Context, mask: Mask = None) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
         rotation = self.rotary(positions)
-        of_layers = context[: len(self.layers)]  # a `LlamaTrunk` has its states behind them
+        of_layers = context[: len(self.layers)]  # an `AttentionDraftModule` has its states behind them
         for layer, (keys, values) in zip(self.layers, of_layers, strict=True):
             inputs = frames, rotation, keys, values, mask
             if self.is_recomputed and torch.is_grad_enabled():
@@ -191,8 +191,8 @@ class Trunk(nn.Module):
         return self.norm(frames)
 
 
-class LlamaTrunk(Trunk):
-    """The Attention Draft Module of CTC-drafter (section 3.1): one LLaMA layer over the base's hidden states.
+class AttentionDraftModule(Trunk):
+    """The draft module of CTC-drafter (section 3.1): one LLaMA layer over the base's hidden states.
 
     They enter the layer as they are, and the frames stand behind them, as further positions. A frame's input has the
     last state in it. So queries, keys and values come from the states by the same norm, and the residual stream runs

@@ -7,7 +7,7 @@ import torch
 from benchmarks import paper_table2
 from drafters import DraftTree
 from drafters.ctc.reference import collapse
-from drafters.ctc.trees import collapsed
+from drafters.ctc.trees import ctc_transform
 from drafters.trees.search import Candidates, SearchLimits
 from tests.conftest import check_tree
 
@@ -30,7 +30,7 @@ def test_the_transform_contains_the_collapse_of_every_path_and_nothing_else(seed
     tree = DraftTree.from_paths(draw.integers(3, 6, (12, 5)).tolist())  # of three symbols: repeats are many
     paths = [torch.tensor(tree.path_tokens(node)) for node in range(len(tree))]
     wanted = {tuple(collapse(path, -1 if blank is None else blank)) for path in paths} - {()}
-    assert texts(collapsed(tree, blank)) == wanted
+    assert texts(ctc_transform(tree, blank)) == wanted
     assert len(wanted) < len(tree)
 
 

@@ -4,10 +4,18 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import is_dataclass
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from benchmarks import harness, learned_drafters
+from drafters.recipe import draft_defaults
+from inference import drafter_specs
+from inference.options import QuestionOptions
+from inference.tune import FILE, SKIPS, first_trials, read_space
 from train.cli import parse, run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +39,8 @@ def typed(page):
                 yield command
 
 
-def lines_of(program):
-    lines = dict.fromkeys(line for page in PAGES for line in typed(page) if line.startswith(f"{program} "))
+def lines_with(start):
+    lines = dict.fromkeys(line for page in PAGES for line in typed(page) if line.startswith(start))
     assert lines
     return list(lines)
 
@@ -76,7 +84,7 @@ def test_the_python_examples_run(page, monkeypatch, capsys):
     assert len(capsys.readouterr().out.split()) > 5
 
 
-@pytest.mark.parametrize("line", lines_of("drafters"))
+@pytest.mark.parametrize("line", lines_with("drafters "))
 def test_every_drafters_line_parses(line, capsys):
     name, *arguments = shlex.split(line)[1:]
     if arguments == ["--help"]:
@@ -86,10 +94,38 @@ def test_every_drafters_line_parses(line, capsys):
         return
     function, values = parse(name, arguments)
     assert callable(function) and values
+    if name in ("eval", "tune"):
+        check_names(values)
+
+
+def check_names(values):
+    """Raise an error unless the benchmarks, the drafters, their options and the space of a command exist."""
+    values = values | {key: of for group in values.values() if is_dataclass(group) for key, of in vars(group).items()}
+    QuestionOptions(values.get("benchmark")).caps()
+    drafters, space = values.get("drafter") or [], values.get("space", [])
+    for spec in [drafters] if isinstance(drafters, str) else drafters:
+        parts = drafter_specs.split(spec)
+        learned = parts.registration.learned_class
+        options = draft_defaults(learned) if learned else drafter_specs._defaults(parts.registration.build)
+        drafter_specs._typed(parts, options)
+        assert {text.partition("=")[0] for text in space} <= {*options, FILE, SKIPS}
+    if space and SKIPS not in space:  # whose layers are those of a base
+        first_trials(read_space(space, drafters, None), values["search"])
+
+
+@pytest.mark.parametrize("line", lines_with("python -m benchmarks."))
+def test_every_line_of_a_benchmark_parses(line):
+    module, *arguments = shlex.split(line)[2:]
+    function, given = getattr(import_module(module), module.rpartition(".")[2]), []
+    harness.main(wraps(function)(lambda **values: given.append(values)), arguments)
+    (values,) = given
+    assert {*values.get("arms", [])} <= {*learned_drafters.ARMS, *learned_drafters.GROUPS}
+    if isinstance(benchmarks := values.get("benchmark"), list):
+        check_names({"benchmark": benchmarks})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", lines_of("lightning"))
+@pytest.mark.parametrize("line", lines_with("lightning "))
 def test_every_lightning_line_parses(line, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(DOCS / "examples"))
     monkeypatch.setattr(sys, "argv", ["lightning"])

@@ -58,6 +58,7 @@ def load_initial(
     if other := dict(shapes.items() ^ expected.items()):
         raise ValueError(f"the drafter in {folder} has other weights than model.drafter: {min(other)} differs")
     drafter.load_state_dict(weights)
+    rank_zero_info(f"initial drafter: {folder}, trained for {config.base_name}")
     return drafter, config.base
 
 
@@ -76,24 +77,26 @@ def _fixed_options(drafter_class: type[LearnedDrafter], init_args: Mapping[str, 
     }
 
 
-def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | None) -> None:
+def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | None, is_initial: bool = False) -> None:
     """Let a drafter with a draft vocabulary draft the assistant's most frequent tokens in the training text.
 
     End-of-sequence tokens are always among them, and so are the special tokens that the assistant writes, such as the
     end marks of a chat template. An LM head of the drafter's own starts as the base's rows for these tokens. A drafter
-    for the whole vocabulary stays as it is. All processes choose the same. Raises ValueError if there are no ``rows``,
+    for the whole vocabulary stays as it is, and so does an initial one, which brings its tokens. All processes choose
+    the same, and the first prints the share of the text that they cover. Raises ValueError if there are no ``rows``,
     the tokenised training set, or not enough room for the tokens that are always kept.
     """
     tokens: torch.Tensor | None = getattr(drafter, "draft_tokens", None)
-    if tokens is None:
+    if tokens is None or (is_initial and rows is None):
         return
     if rows is None:
         raise ValueError("draft_vocab_size needs the training set of ShareGPTData, and there is none: leave it out")
     counts = torch.from_numpy(assistant_token_counts(rows, base.shape.vocab_size))
-    special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
-    kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}
-    tokens.copy_(most_frequent(counts, len(tokens), kept))
-    drafter.initialise(base.base_weights)
+    if not is_initial:
+        special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
+        kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}
+        tokens.copy_(most_frequent(counts, len(tokens), kept))
+        drafter.initialise(base.base_weights)
     share = counts[tokens.cpu()].sum() / counts.sum()
     rank_zero_info(
         f"draft vocabulary: {len(tokens):,} of {len(counts):,} tokens, {share:.2%} of the assistant's training text"

@@ -135,8 +135,9 @@ class DrafterTraining(L.LightningModule):
                 needed = "--model.val_answers text and a store with the held-out conversations"
                 rank_zero_info(f"validation runs the base, which is kept whole; it need not with {needed}")
                 data.val_places = None
-        if stage == "fit" and not self.initial_drafter:  # which brings its own, as a checkpoint does after this
-            choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
+        if stage == "fit":  # a checkpoint brings its own after this
+            rows = getattr(data, "train_set", None)
+            choose_draft_tokens(self.drafter, self.base, rows, is_initial=bool(self.initial_drafter))
         decoder: Any = self.base.model.base_model
         if not self.runs_base(self.trainer):
             if getattr(decoder, "layers", None):

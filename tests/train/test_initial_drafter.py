@@ -195,6 +195,19 @@ def test_a_head_of_the_drafters_own_starts_as_the_bases_rows_for_the_chosen_toke
     assert torch.equal(drafter.lm_head.weight, tiny_base.base_weights.head[drafter.draft_tokens])
 
 
+@pytest.mark.slow
+def test_a_further_training_says_for_which_base_its_drafter_was_and_how_much_of_the_text_it_can_draft(
+    fit, imported, tiny_base, counts, caplog
+):
+    """The drafter keeps its 50 random tokens."""
+    with caplog.at_level("INFO"):
+        assert fit(imported, "--data.files", "[embedded:24]", "--data.val_size", "4", drafter=EAGLE3).code == 0
+    assert f"initial drafter: {imported}, trained for {tiny_base.name}" in caplog.text
+    share = sum(counts[token] for token in checkpoint.load(imported)[0].draft_tokens.tolist()) / counts.total()
+    assert 0 < share < 1
+    assert f"50 of {tiny_base.shape.vocab_size} tokens, {share:.2%} of the assistant's training text" in caplog.text
+
+
 def test_drafters_for_all_tokens_need_no_text_and_others_do(tiny_base):
     choose_draft_tokens(build(Medusa, tiny_base.shape, {}), tiny_base, None)
     choose_draft_tokens(build(CTC, tiny_base.shape, {}), tiny_base, None)

@@ -21,13 +21,10 @@ class BlockTrunkOptions(TrunkOptions):
     """The network of the block drafter.
 
     Args:
-        frames_differ: Give each frame an input embedding of its own. Otherwise they share one and differ only by their
-            position.
         sample_from_anchor: Whether frame 0, which carries the root, predicts the next token, as in DSpark. Otherwise it
             predicts nothing, as in DFlash, and a draft has ``num_frames - 1`` tokens.
     """
 
-    frames_differ: bool = False
     sample_from_anchor: bool = True
 
     def __post_init__(self) -> None:
@@ -62,7 +59,7 @@ class Block(ParallelDrafter):
         draft: BlockDraftOptions = BlockDraftOptions(),
     ) -> None:
         first_frame = 0 if trunk.sample_from_anchor else 1
-        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ, first_frame)
+        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, first_frame)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         anchored, head, right = self.loss_inputs(batch, base_weights)

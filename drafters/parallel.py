@@ -47,6 +47,8 @@ class TrunkOptions:
         tokens_in_context: Fuse the embedding of each position's token with the hidden states there, because late layers
             keep little of it. Drafters accepted 3 to 6 % more with it on one of two small bases. It cannot be exported
             to vLLM's own format.
+        frames_differ: Give each frame an input embedding of its own. Otherwise they share one and differ only by their
+            position.
         root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         lookup: Let each frame read the token in its place behind the longest earlier match of the text's last tokens
@@ -68,6 +70,7 @@ class TrunkOptions:
     llama_layer: bool = False
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
+    frames_differ: bool = False
     root_everywhere: bool = False
     lookup: bool = False
     copy: bool = False
@@ -156,7 +159,6 @@ class ParallelDrafter(CachingDrafter):
         num_labels: int,
         loss: LabelLossOptions,
         draft: ParallelDraftOptions,
-        frames_differ: bool,
         first_frame: int = 0,
     ) -> None:
         super().__init__(draft.window)
@@ -179,7 +181,7 @@ class ParallelDrafter(CachingDrafter):
             self.trunk: Trunk = AttentionDraftModule(shape, num_key_heads)
         else:
             self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
-        num_embeddings = trunk.num_frames if frames_differ else 1
+        num_embeddings = trunk.num_frames if trunk.frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         if trunk.copy and loss.distillation:
             raise ValueError("distillation knows no copies: leave it out, or set copy to false")

@@ -28,9 +28,9 @@ def export(
         out: Folder to write.
         base: Folder or hub id of the base, if it is not the one of the training.
         overwrite: Replace a drafter in this folder.
-        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark, or ``gguf``,
-            which llama.cpp reads, for EAGLE-3 and Block.
-        mask_token_id: For a block drafter in another format, a token that no text holds, whose embedding is replaced.
+        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block and CTC as speculators' DSpark,
+            or ``gguf``, which llama.cpp reads, for EAGLE-3, Block and CTC, whose blank is left out.
+        mask_token_id: For Block and CTC in another format, a token that no text holds, whose embedding is replaced.
         dtype: Dtype of the weights; by default that of the training, and bfloat16 in another format.
         push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
         public: Make a new repository public.

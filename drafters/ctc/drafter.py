@@ -31,6 +31,7 @@ class CTCTrunkOptions(TrunkOptions):
     """
 
     num_frames: int = 12
+    frames_differ: bool = True
     root_everywhere: bool = True
     blank_bias: float = -2.0
 
@@ -86,7 +87,7 @@ class CTC(ParallelDrafter):
             )
         if trunk.copy and (loss.objective == "ctc" or draft.tree == "paper"):
             raise ValueError("objective ctc and tree paper know no copies: take prefix")
-        super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
+        super().__init__(base, trunk, loss.num_labels, loss, draft)
         self.draws, self.draw_temperature = draft.draws, draft.draw_temperature
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))

@@ -61,7 +61,7 @@ def save(folder, kind, init_args, base, **changes):
 
 
 def words(kind, *options):
-    return [*options, *(["--mask_token_id", MASK] if kind is Block else [])]
+    return [*options, *(["--mask_token_id", MASK] if kind in (Block, CTC) else [])]
 
 
 def content(path):
@@ -198,12 +198,12 @@ ONE = {"hidden_layers": [1]}
 @pytest.mark.parametrize(
     ("kind", "init_args", "said"),
     [
-        (CTC, {"trunk": ONE}, "CTC has no gguf format (no engine applies a CTC collapse): train a drafter as in"),
-        (EAGLE, {}, "EAGLE has no gguf format (only EAGLE3 and Block have one)"),
+        (CTC, {"trunk": ONE}, "the gguf format has no root_everywhere: train the drafter with root_everywhere: false"),
+        (EAGLE, {}, "EAGLE has no gguf format (only EAGLE3, Block and CTC have one)"),
         (EAGLE3, EAGLE_3 | {"hidden_layers": [1, 2]}, "three hidden_layers"),
         (EAGLE3, EAGLE_3 | {"layer": {"has_qk_norm": True}}, "has_qk_norm: false"),
         (EAGLE3, EAGLE_3 | {"draft": {"window": 9}}, "no window (9): train the drafter with window: 0"),
-        (Block, {"trunk": ONE | {"lookup": True, "copy": True}}, "no lookup: train the block drafter with lookup"),
+        (Block, {"trunk": ONE | {"lookup": True, "copy": True}}, "no lookup: train the drafter with lookup"),
         (Block, {"trunk": ONE | {"tokens_in_context": True}}, "the gguf format has no tokens_in_context"),
         (Block, {"trunk": {"hidden_layers": [-1]}}, "engines fuse the outputs of layers 1 to 3"),
     ],

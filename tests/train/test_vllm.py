@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from benchmarks import recipes
 from benchmarks.recipes import grouped
 from data.tokenizer import tokenizer_hash
-from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint
+from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import load_base
 from tests.train import public_formats
@@ -155,6 +155,28 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_impo
         torch.testing.assert_close(dict(again.state_dict()), dict(expected), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("factors", ["own", "base"])
+@torch.no_grad()
+def test_a_ctc_drafter_is_written_as_the_chain_of_its_frames_without_their_blank(factors, base, call, tmp_path, capsys):
+    trunk = TRUNK | {"root_everywhere": False, "frames_differ": False, "markov_rank": 4, "markov_factors": factors}
+    drafter, config = build(CTC, {"trunk": trunk, "loss": {"num_labels": 5}}, base)
+    drafter.blank_bias += 1e6  # every frame is blank
+    content, weights = written(tmp_path / "vllm", drafter, config), base.base_weights
+    assert capsys.readouterr().out == f"{vllm.BLANK_LOST}\n" and content[0]["speculators_model_type"] == "dspark"
+    bias = drafter.markov.folded(weights)
+    for seed in range(4):
+        ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(seed))
+        hidden = base.hidden_states(ids[None], drafter.required_outputs.hidden_layers)[0]
+        frames = drafter(hidden, drafter.roots(ids[None], torch.tensor([[23]])), weights.embedding)[0, 0]
+        token, chain = ids[-1], []
+        for logits in drafter.logits(frames, weights):
+            biased = logits + bias(token)
+            assert biased.argmax() == V
+            token = biased[:-1].argmax()
+            chain.append(token.item())
+        assert chain == literal("dspark", *content, base, ids)
+
+
 def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, tmp_path):
     """vLLM reads no map of ids where the draft vocabulary is as large as the base's."""
     drafter, config = build(*KINDS["eagle3, qk norms"], base)
@@ -199,6 +221,7 @@ def test_the_row_of_the_mask_is_not_rounded_by_the_bases_dtype(make_tiny, tmp_pa
 
 
 ONE = {"hidden_layers": [1]}
+CTC_FORM = ONE | {"root_everywhere": False, "frames_differ": False}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +230,10 @@ ONE = {"hidden_layers": [1]}
         (Hydra, {}, "Hydra has no vllm format"),
         (Medusa, {"own_heads": False}, "own_heads: true"),
         (EAGLE, {}, "fc_bias: false"),
+        (CTC, ONE | {"root_everywhere": False}, "no frames_differ: train the drafter with frames_differ: false"),
+        (CTC, ONE | {"frames_differ": False}, "no root_everywhere"),
+        (CTC, CTC_FORM | {"lookup": True, "copy": True}, "no lookup"),
+        (CTC, CTC_FORM | {"window": 9}, "no window"),
         (EAGLE3, {"hidden_layers": [1, 2, -1]}, r"not hidden_layers \[1, 2, -1\]"),
         (Block, ONE | {"tokens_in_context": True}, "no tokens_in_context"),
         (Block, ONE | {"lookup": True}, "no lookup"),
@@ -223,12 +250,11 @@ def test_a_drafter_that_vllm_cannot_run_is_refused(kind, init_args, message, bas
     assert not (tmp_path / "a").exists()
 
 
-def test_no_ctc_drafter_and_no_mask_token_of_texts_is_exported(call, trained, base, tmp_path):
+def test_no_token_of_texts_is_the_mask_token(call, base, tmp_path):
     def refusal(folder, *options):
         words = "export", folder, tmp_path / "a", "--format", "vllm", *options
         return call(run_drafters, *words).one_line_error("drafters")
 
-    assert "CTC has no vllm format (no engine applies a CTC collapse)" in refusal(trained.ckpt)
     (tmp_path / "block").mkdir()
     checkpoint.save(tmp_path / "block", *build(*KINDS["block"], base))
     assert "--mask_token_id is missing" in refusal(tmp_path / "block")

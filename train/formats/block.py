@@ -1,17 +1,35 @@
 """Block drafters: written as speculators' DSpark, read as DFlash and DSpark of speculators, SpecForge and DeepSpec."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters import Block
+from drafters import CTC, Block
 from drafters.checkpoint import DrafterConfig
+from drafters.ctc.drafter import CTCTrunkOptions
+from drafters.nn.markov import Markov
 from drafters.protocol import BaseShape, BaseWeights
 from inference.verifier.base import Base
 from train.formats.layers import layer_config, read_layers
 from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
+
+
+def without_blank(drafter: CTC, config: DrafterConfig) -> Block:
+    """The block drafter with the weights of a CTC drafter but its blank's: frame u drafts the u-th token of a chain.
+
+    It drafts less well, as no frame can be blank or repeat the one before.
+    """
+    trunk = vars(CTCTrunkOptions(**config.init_args.get("trunk", {})))
+    draft = {"window": drafter.draft_options.window}
+    init_args = {"trunk": {name: value for name, value in trunk.items() if name != "blank_bias"}, "draft": draft}
+    blank = "blank_row", "blank_bias", "markov.blank"
+    weights = {name: weight for name, weight in drafter.state_dict().items() if name not in blank}
+    if isinstance(drafter.markov, Markov):
+        weights["markov.right"] = weights["markov.right"][:-1]
+    block: Any = replace(config, class_path="drafters.Block", init_args=init_args).build(weights)
+    return block
 
 
 def check_block(drafter: Block, config: DrafterConfig, format: str) -> None:
@@ -21,7 +39,7 @@ def check_block(drafter: Block, config: DrafterConfig, format: str) -> None:
     claims |= {"frames_differ": len(drafter.frame_embedding) > 1, "lookup": drafter.lookup is not None}
     for argument, is_true in claims.items():
         if is_true:
-            raise ValueError(f"the {format} format has no {argument}: train the block drafter with {argument}: false")
+            raise ValueError(f"the {format} format has no {argument}: train the drafter with {argument}: false")
     if drafter.draft_tokens is not None:
         raise ValueError(f"the {format} format of Block has no draft_vocab_size: train it with draft_vocab_size: null")
     check_layers(drafter.required_outputs.hidden_layers, config.base)

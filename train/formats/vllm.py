@@ -1,4 +1,4 @@
-"""``drafters export --format vllm``: Medusa, EAGLE, EAGLE-3, and a block drafter as DSpark, as vLLM reads them."""
+"""``drafters export --format vllm``: Medusa, EAGLE, EAGLE-3, and Block and CTC as DSpark, as vLLM reads them."""
 
 import json
 from pathlib import Path
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from data.files import write_text
 from data.safe_text import code_span, safe_line
-from drafters import EAGLE, EAGLE3, Block, Medusa
+from drafters import CTC, EAGLE, EAGLE3, Block, Medusa
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from inference.verifier.base import Base, check_fit, load_base
-from train.formats.block import block_config, block_weights, check_block, check_mask_token
+from train.formats.block import block_config, block_weights, check_block, check_mask_token, without_blank
 from train.formats.eagle import eagle3_config, eagle3_weights, eagle_config, eagle_weights
 from train.formats.public import read_target
 from train.model_card import card_header, described_base
@@ -31,6 +31,8 @@ NOTES = {
     "earlier ones take frame 0 for the root, and reject the drafts. vLLM runs it on a GPU only. `embed_tokens` is the "
     "base's but for the mask token; the head is the base's own.",
 }
+
+BLANK_LOST = "the blank of CTC is left out: the frames draft one token each, also where they were trained to be blank"
 
 
 def write(
@@ -85,6 +87,9 @@ def _described(
     drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str
 ) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     shape, name = config.base, config.base_name
+    if type(drafter) is CTC:
+        drafter = without_blank(drafter, config)
+        print(BLANK_LOST)
     if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
         raise ValueError(f"the {format} format has no window ({window}): train the drafter with window: 0")
     if type(drafter) is Medusa and format == "vllm":
@@ -106,10 +111,9 @@ def _described(
             weights["lm_head.weight"] = head  # without one llama.cpp takes this embedding for the head
         return "dspark", drafter.num_labels, values, weights
     kind = config.class_path.removeprefix("drafters.")
-    kinds = "EAGLE3 and Block" if format == "gguf" else "Medusa, EAGLE, EAGLE3 and Block"
-    reason = "no engine applies a CTC collapse" if kind == "CTC" else f"only {kinds} have one"
+    kinds = "EAGLE3, Block and CTC" if format == "gguf" else "Medusa, EAGLE, EAGLE3, Block and CTC"
     remedy = "train a drafter as in configs/block.yaml" if format == "gguf" else "leave out --format"
-    raise ValueError(f"{kind} has no {format} format ({reason}): {remedy}")
+    raise ValueError(f"{kind} has no {format} format (only {kinds} have one): {remedy}")
 
 
 def _base(config: DrafterConfig) -> Base:

@@ -68,12 +68,14 @@ def engines(
     info, options = load_base_info(base), QuestionOptions(benchmark, limit, rows, max_new_tokens)
     selected, commands, tables = options.select(info, options.load()), read_servers(servers, only), []
     with ExitStack() as stack:
-        started: dict[str, Server] = {}
+        started, processes = dict[str, Server](), dict[str, subprocess.Popen[bytes]]()
         for name, command in commands.items():
             port = free_port()
             server = started[name] = Server(f"http://127.0.0.1:{port}", info, "tokenizer", is_ours=True)
             stack.enter_context(closing(server.client))
-            stack.enter_context(running(name, command, port, server))
+            processes[name] = stack.enter_context(running(name, command, port))
+        for name, process in processes.items():
+            wait_for(name, started[name], process)
         for title, asked in selected.items():
             questions, prompts = [replace(each, turns=each.turns[:1]) for each in asked.questions], asked.prompts
             for server in started.values():
@@ -109,27 +111,35 @@ def read_servers(path: str, only: Sequence[str] = ()) -> dict[str, str]:
     return found
 
 
+def log_of(name: str) -> Path:
+    """The file of what a server prints."""
+    return Path("runs/engines") / f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
+
+
 @contextmanager
-def running(name: str, command: str, port: int, server: Server) -> Iterator[None]:
-    """Run a server until the block ends, which begins once it lists a model; ValueError if it ends before."""
-    log = Path("runs/engines") / f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as stream:
+def running(name: str, command: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server until the block ends."""
+    log_of(name).parent.mkdir(parents=True, exist_ok=True)
+    with log_of(name).open("wb") as stream:
         variables = os.environ | {"PORT": str(port)}
         process = subprocess.Popen(
             command, shell=True, env=variables, stdout=stream, stderr=stream, start_new_session=True
         )
-    deadline = time.monotonic() + START_SECONDS
     try:
-        while server.client.get("/v1/models") is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ValueError(f"{name} did not start: see {log}")
-            time.sleep(0.5)
-        yield
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
+
+
+def wait_for(name: str, server: Server, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server lists a model; raises ValueError if it ends before, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while server.client.get("/v1/models") is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ValueError(f"{name} did not start: see {log_of(name)}")
+        time.sleep(0.5)
 
 
 def ask(server: Server, question: Question, prompt: list[int], max_new_tokens: int) -> Timed:

@@ -16,6 +16,7 @@ from benchmarks import paper_table2
 from benchmarks.experiment import (
     BUDGETS,
     TIME,
+    WITHOUT_BLANK,
     Arm,
     SharedSettings,
     decoded_answers,
@@ -50,6 +51,9 @@ REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # f
 REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
 REAL_MEDUSA = {"num_heads": 5, "own_heads": False, "num_anchors": 64}
 REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "own_head": True, "draft_vocab_size": 16384}
+SERVED = {"hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 7}
+SERVED |= {"frames_differ": False, "root_everywhere": False, "num_anchors": 64, "num_columns": 4096}  # for llama.cpp
+SERVED_EAGLE3 = {"depth": 6, "num_unroll": 4, "own_head": False, "draft_vocab_size": 8192, "hidden_layers": [2, 16, 28]}
 PAPER = {"lookup": False, "markov_rank": 0, "objective": "ctc", "hidden_layers": [28], "tokens_in_context": False}
 REAL_ADAMW = {"base_dtype": "bfloat16"}
 REAL_MUON = {**REAL_ADAMW, "optimizer": "muon", "learning_rate": 8e-3}
@@ -96,6 +100,9 @@ ARMS = {
         Arm("ctc_smollm2_paper_loss", "CTC", {**REAL_CTC, "objective": "ctc"}, REAL_MUON),
         Arm("ctc_smollm2_paper", "CTC", {**REAL_CTC, **PAPER}, REAL_ADAMW),
         Arm("ctc_smollm2_paper_layer", "CTC", {**REAL_CTC, **PAPER, **LLAMA}, REAL_ADAMW),
+        Arm("block_served", "Block", SERVED, REAL_MUON),
+        Arm("ctc_served", "CTC", {**SERVED, "num_labels": 7}, REAL_MUON),
+        Arm("eagle3_served", "EAGLE3", SERVED_EAGLE3, REAL_MUON),
         Arm("medusa_smollm2", "Medusa", REAL_MEDUSA, {**REAL_ADAMW, "learning_rate": 1e-3}),
         Arm("eagle3_smollm2", "EAGLE3", REAL_EAGLE3, {**REAL_ADAMW, "learning_rate": 1e-3}),
     )
@@ -129,6 +136,7 @@ GROUPS = {
     "fair": [*FAIR],
     **{f"fair_{method}": [name for name, arm in FAIR.items() if arm.method == method] for method in METHODS},
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "block_deep_muon", "ctc_deep_muon"],
+    "served": ["block_served", "ctc_served", "eagle3_served"],
     "module": ["ctc_paper", "ctc_paper_layer", "ctc_paper_code"],
     "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
 }
@@ -140,6 +148,10 @@ Results = dict[str, Runs]  # by the length of the training: "600 steps" or "300 
 
 def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
     """Return the ways to build a tree from an arm's draft: by name, arguments of the drafter. The first is the best."""
+    if arm.name in GROUPS["served"]:
+        chain = {"tree": "chain"}
+        without = {"chain without the blank": {**chain, WITHOUT_BLANK: True}} if arm.drafter == "CTC" else {}
+        return {"chain": chain, **without}
     if arm.drafter not in ("CTC", "Medusa", "Block"):
         return {"dynamic": {"num_nodes": BUDGETS[-1]}}
     trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
@@ -187,8 +199,8 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        arms: Names of the arms to train, or of groups of them: best, best_long, module, fair, and fair_METHOD for
-            one of its methods. NAME:60 is trained for 60 steps at most, where a step takes long.
+        arms: Names of the arms to train, or of groups of them: best, best_long, module, served, fair, and
+            fair_METHOD for one of its methods. NAME:60 is trained for 60 steps at most, where a step takes long.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm, which read the same text; several give learning curves.
         seconds: Times that each arm is trained for, too; the machine should be idle.

@@ -13,6 +13,7 @@ def export(
     format: Literal["drafters", "vllm", "gguf"] = "drafters",
     mask_token_id: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    confidence: str | None = None,
     push: str | None = None,
     public: bool = False,
     license: str | None = None,
@@ -32,6 +33,8 @@ def export(
             or ``gguf``, which llama.cpp reads, for EAGLE-3, Block and CTC, whose blank is left out.
         mask_token_id: For Block and CTC in another format, a token that no text holds, whose embedding is replaced.
         dtype: Dtype of the weights; by default that of the training, and bfloat16 in another format.
+        confidence: A file of the base's own answers, as in data.files, to fit DSpark's confidence head on for ``gguf``,
+            which ends a draft before a token that is unlikely to be accepted.
         push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
         public: Make a new repository public.
         license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
@@ -39,7 +42,7 @@ def export(
     """
     from train import export
 
-    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, push, public, license, results)
+    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, confidence, push, public, license, results)
 
 
 def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bool = False) -> None:

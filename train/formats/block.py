@@ -22,7 +22,7 @@ def without_blank(drafter: CTC, config: DrafterConfig) -> Block:
     It drafts less well, as no frame can be blank or repeat the one before.
     """
     trunk = vars(CTCTrunkOptions(**config.init_args.get("trunk", {})))
-    draft = {"window": drafter.draft_options.window}
+    draft = {"tree": "chain", "window": drafter.draft_options.window}
     init_args = {"trunk": {name: value for name, value in trunk.items() if name != "blank_bias"}, "draft": draft}
     blank = "blank_row", "blank_bias", "markov.blank"
     weights = {name: weight for name, weight in drafter.state_dict().items() if name not in blank}

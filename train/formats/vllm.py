@@ -100,10 +100,11 @@ def _described(
     if type(drafter) is EAGLE3:
         depth, values = drafter.draft_options.depth, eagle3_config(drafter, shape, read_target(name))
         needs_rows = drafter.lm_head is None and drafter.draft_tokens is not None
-        return "eagle3", depth, values, eagle3_weights(drafter, _base(config).base_weights.head if needs_rows else None)
+        head = base_of(config).base_weights.head if needs_rows else None
+        return "eagle3", depth, values, eagle3_weights(drafter, head)
     if type(drafter) is Block:
         check_block(drafter, config, format)
-        target, base = read_target(name), _base(config)
+        target, base = read_target(name), base_of(config)
         token = check_mask_token(mask_token_id, base)
         values = block_config(drafter, shape, target, token)
         weights, head = block_weights(drafter, base, token, dtype), base.base_weights.head
@@ -116,7 +117,7 @@ def _described(
     raise ValueError(f"{kind} has no {format} format (only {kinds} have one): {remedy}")
 
 
-def _base(config: DrafterConfig) -> Base:
+def base_of(config: DrafterConfig) -> Base:
     """Load the base of a drafter in its own dtype, so that a large one is not widened just to read a few weights."""
     stored: Any = read_target(config.base_name).stored_dtype
     base = load_base(config.base_name, stored)

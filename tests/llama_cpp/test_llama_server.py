@@ -31,6 +31,7 @@ from inference.verifier.session import Session
 from inference.vllm.running import free_port
 from tests.inference.conftest import train_briefly
 from train.cli import run_drafters
+from train.formats.block import without_blank
 
 SOURCE = Path(os.environ["LLAMA_CPP_SOURCE"])
 BASE, EOS, MASK = "checkpoints/tiny-chat", 2, 0
@@ -40,6 +41,13 @@ BLOCK = {"loss": {"num_anchors": 16}, "draft": {"tree": "chain"}}
 RECIPES = {
     "dspark": ("drafters.Block", {"trunk": TRUNK | {"markov_rank": 16}, **BLOCK}),
     "dflash": ("drafters.Block", {"trunk": TRUNK | {"sample_from_anchor": False}, **BLOCK}),
+    "ctc": (
+        "drafters.CTC",
+        {
+            "trunk": TRUNK | {"markov_rank": 16, "frames_differ": False, "root_everywhere": False},
+            "loss": {"num_labels": 5, "num_anchors": 16},
+        },
+    ),
     "eagle3": (
         "drafters.EAGLE3",
         {
@@ -51,6 +59,9 @@ RECIPES = {
         },
     ),
 }
+
+
+CONFIDENT = "dspark with a confidence head"
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +115,23 @@ def drafters(base, prompts, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(base_file, drafters, tmp_path_factory):
+def servers(base_file, base, drafters, questions, tmp_path_factory):
     """Addresses of llama.cpp's server alone and with each drafter, which the line of `serve-command` starts."""
     place, addresses = tmp_path_factory.mktemp("servers"), {}
+    rows = [{"messages": [user_message(question.turns[0])]} for question in questions]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--files", str(place / "prompts.jsonl"), "--out", str(place / "own.jsonl")]
+    run_drafters(["regenerate", "--base", BASE, "--max_new_tokens", str(NUM_TOKENS), *own])
     with ExitStack() as stack:
-        for name in ["none", *RECIPES]:
+        for name in ["none", CONFIDENT, *RECIPES]:
             port = free_port()
             line = f"llama-server -m {base_file} --port {port}"
             if name != "none":
-                export = ["export", drafters[name], place / name, "--format", "gguf", "--dtype", "float32"]
-                run_drafters([*map(str, export), *(["--mask_token_id", str(MASK)] if name != "eagle3" else [])])
+                folder = drafters[name.partition(" ")[0]]
+                export = ["export", folder, place / name, "--format", "gguf", "--dtype", "float32"]
+                export += ["--mask_token_id", MASK] if name != "eagle3" else []
+                export += ["--confidence", place / "own.jsonl"] if name == CONFIDENT else []
+                run_drafters([*map(str, export)])
                 line = server_line(str(base_file), str(place / name), 4, port)
             words = [str(SOURCE / "build" / "bin" / "llama-server"), *shlex.split(line)[1:]]
             log = stack.enter_context((place / f"{name}.log").open("wb"))
@@ -137,17 +155,20 @@ def test_texts_are_those_of_llama_cpp_alone_and_acceptance_is_that_of_our_own_ch
     words = ["eval", "--base", BASE, "--benchmark", f"file={tmp_path / 'questions.jsonl'}", "--concurrency", "1"]
     words += [word for name, address in servers.items() for word in ("--server", f"{name}={address}")]
     run_drafters([*words, "--max-new-tokens", str(NUM_TOKENS), "--out", str(tmp_path / "out")])
-    summaries = results.read(tmp_path / "out").summaries["file"]
-    assert {summary.drafter for summary in summaries.values()} == set(servers)
-    for summary in summaries.values():
-        assert summary.identical == summary.questions == NUM_PROMPTS, summary.drafter
-        if summary.drafter == "none":
-            continue
-        drafter, _ = checkpoint.load(drafters[summary.drafter])
+    by_name = {summary.drafter: summary for summary in results.read(tmp_path / "out").summaries["file"].values()}
+    assert by_name.keys() == servers.keys()
+    assert {summary.identical for summary in by_name.values()} == {NUM_PROMPTS}
+    confident, always = by_name[CONFIDENT].acceptance, by_name["dspark"].acceptance
+    assert confident.draft_efficiency > 1.1 * always.draft_efficiency
+    assert 1.05 < confident.length.value <= always.length.value
+    for name in RECIPES:
+        drafter, config = checkpoint.load(drafters[name])
+        if name == "ctc":
+            drafter = without_blank(drafter, config).eval()
         drafter.attach_base_weights(base.base_weights)
         session = Session(Runner(base), drafter)
         steps = [session.run(prompt, NUM_TOKENS, {EOS}).steps[1:] for prompt in prompts]
         ours = sum(step.emitted for one in steps for step in one) / sum(map(len, steps))
         assert ours > 1.1
         # llama.cpp drafts behind the limit of a text, and never accepts a drafted end of a text.
-        assert summary.acceptance.length.value == pytest.approx(ours, rel=0.06), summary.drafter
+        assert by_name[name].acceptance.length.value == pytest.approx(ours, rel=0.06), name

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import experiment
@@ -19,6 +20,7 @@ from benchmarks.harness import ResultTable, main, show
 from data.conversations import Conversation, load_conversations
 from data.dtypes import Dtype
 from data.files import atomic_folder, read_json, write_text
+from data.rows import lengths as token_counts
 from data.rows import tokenise
 from drafters import checkpoint, recipe
 from drafters.registry import find_class
@@ -26,12 +28,13 @@ from inference.drafter_specs import drafter_folder
 from inference.options import GREEDY, AnswerOptions, ModelOptions, ServerOptions
 from inference.prompts import encode_messages
 from inference.regenerate.command import regenerate
-from inference.verifier.base import load_base
+from inference.verifier.base import load_base, prepare_process
 
 BATCH_SIZE, MAX_LENGTH = 8, 384  # conversations of a step, of the adapter or of a drafter; tokens of each
-RANK, ADAPTER_RATE = 16, 5e-4
+ADAPTER_RATE = 2e-3
 SCRATCH_RATE = 8e-3  # of Muon, for random weights
 NODES, SEED = 7, 0
+ADAPTER = "adapter.json"  # what its training took
 
 
 def fine_tuned_drafter(
@@ -43,7 +46,7 @@ def fine_tuned_drafter(
     scratch: list[int] = [1600],  # noqa: B006
     steps: int = 50,
     learning_rate: float = 4e-3,
-    adapter_steps: int = 120,
+    adapter_steps: int = 40,
     general: str = "embedded",
     questions: int = 40,
     max_new_tokens: int = 128,
@@ -52,9 +55,9 @@ def fine_tuned_drafter(
 ) -> None:
     """Fine-tune a base, train its drafter on the fine-tune's own answers, and simulate decoding before and after.
 
-    The conversations are used in order: first come the questions that drafters are measured on, then the prompts whose
-    answers they learn, then the text of the LoRA adapter, which is merged into the base. What was done is kept: repeat
-    the command to continue an interrupted run, or to add numbers of conversations below the largest.
+    The first conversations are the questions that drafters are measured on, those after them the prompts whose answers
+    they learn, and the last the text of a LoRA adapter, which is merged into the base. What was done is kept: repeat
+    the command to continue an interrupted run, or to add numbers of conversations.
 
     Args:
         base: Folder, hub id or GGUF file of the base.
@@ -72,19 +75,22 @@ def fine_tuned_drafter(
         dtype: Dtype of the base and of the fine-tune; with bfloat16, all training is in mixed precision.
         table: Markdown file to write the table to.
     """
-    folder, most = Path(out), max([*conversations, *scratch])
+    folder, numbers = Path(out), sorted({*conversations, *scratch})
     texts, _ = load_conversations(files)
-    if len(texts) < (needed := questions + most + adapter_steps * BATCH_SIZE):
+    if len(texts) < (needed := questions + numbers[-1] + adapter_steps * BATCH_SIZE):
         raise ValueError(f"{', '.join(files)}: {len(texts):,} conversations, but {needed:,} are needed")
     folder.mkdir(parents=True, exist_ok=True)
-    tuned, answers = folder / "fine_tune", folder / "answers.jsonl"
-    if not tuned.exists():
-        adapt(base, texts[questions + most :], adapter_steps, dtype == "bfloat16", tuned)
-    if not answers.exists():
-        answer(tuned, texts[questions : questions + most], max_new_tokens, dtype, answers)
-    records, shipped = answers.read_text(encoding="utf-8").splitlines(keepends=True), drafter_folder(drafter)
-    if len(records) < most:
-        raise ValueError(f"{answers} has {len(records):,} answers, but {most:,} are needed: give another --out")
+    if not (tuned := folder / "fine_tune").exists():
+        adapt(base, texts[len(texts) - adapter_steps * BATCH_SIZE :], dtype == "bfloat16", tuned)
+    answered = {}  # by number of conversations: the file of the answers, and the CPU minutes that they took
+    records, seconds, shipped = "", 0.0, drafter_folder(drafter)
+    for start, end in pairwise([0, *numbers]):
+        if not (part := folder / f"answers_{start}_{end}.jsonl").exists():
+            answer(tuned, texts[questions + start : questions + end], max_new_tokens, dtype, part)
+        records += part.read_text(encoding="utf-8")
+        seconds += read_json(part.with_suffix(".json"))["seconds"]
+        write_text(path := folder / f"answers_{end}.jsonl", records)
+        answered[end] = path, seconds / 60
 
     bases = {name: load_base(name, dtype) for name in (base, str(tuned))}
     asked: dict[str, list[list[GreedyAnswer]]] = {}
@@ -106,12 +112,17 @@ def fine_tuned_drafter(
         found = [experiment.remembered(known, [name], text, partial(measure, text)) for text in asked[name]]
         return [f"{result['length'][str(NODES)]:.2f}" for result in found]
 
-    seconds = read_json(answers.with_suffix(".json"))["seconds"]
-    headings = ["drafter", "conversations", "steps", "CPU minutes", "domain", benchmark]
-    result = ResultTable(f"A drafter for a fine-tune, {NODES} nodes", headings)
-    result.notes = [f"{len(records):,} answers of at most {max_new_tokens} tokens took {seconds / 60:.1f} CPU minutes."]
+    headings = ["drafter", "conversations", "answers, CPU minutes", "steps", "CPU minutes", "domain", benchmark]
+    adapter = read_json(tuned / ADAPTER)
+    notes = [
+        f"Acceptance lengths, simulated with {NODES} nodes on answers to {questions} questions, of at most "
+        f"{max_new_tokens} tokens; one seed.",
+        f"The adapter: {adapter_steps} steps, {adapter['seconds'] / 60:.1f} CPU minutes, loss "
+        f"{adapter['losses'][0]:.2f} to {adapter['losses'][-1]:.2f}.",
+    ]
+    result = ResultTable("A drafter for a fine-tune", headings, notes=notes)
     for title, name in (("as it is, on its own base", base), ("as it is", str(tuned))):
-        result.rows.append([title, "", "", "", *lengths(shipped, name, folder / "shipped.json")])
+        result.rows.append([title, "", "", "", "", *lengths(shipped, name, folder / "shipped.json")])
     config = checkpoint.read_config(shipped)
     kind = find_class(config.class_path)
     arguments = {  # without options of the loss that are no longer there
@@ -125,53 +136,57 @@ def fine_tuned_drafter(
         ("from random weights", number, {"optimizer": "muon", "learning_rate": SCRATCH_RATE}) for number in scratch
     ]
     for title, number, model in runs:
-        write_text(text := folder / f"answers_{number}.jsonl", "".join(records[:number]))
+        text, time = answered[number]
         count = max(steps, -(-number // BATCH_SIZE))
         settings = SharedSettings(str(tuned), [str(text)], count, None, dtype, BATCH_SIZE, MAX_LENGTH)
         arm = Arm(f"{title.replace(' ', '_')}_{number}_{model['learning_rate']:g}", kind.__name__, arguments, model)
         exported = experiment.train(arm, SEED, settings, folder)
         minutes = read_json(exported.parent / experiment.TIME)["cpu_seconds"] / 60
         found = lengths(exported, str(tuned), exported.parent / "simulated.json")
-        result.rows.append([title, f"{number:,}", str(count), f"{minutes:.1f}", *found])
+        result.rows.append([title, f"{number:,}", f"{time:.1f}", str(count), f"{minutes:.1f}", *found])
         print(result.rows[-1], flush=True)
     show([result], torch.device("cpu"), table)
 
 
-def adapt(base: str, texts: Sequence[Conversation], steps: int, is_mixed: bool, folder: Path) -> None:
+def adapt(base: str, texts: Sequence[Conversation], is_mixed: bool, folder: Path) -> None:
     """Train a LoRA adapter of a base on the assistant's turns, merge it, and write the fine-tune as a folder."""
     from peft import LoraConfig, get_peft_model
 
-    frozen, started = load_base(base), process_time()
+    prepare_process()
+    frozen, started, losses = load_base(base), process_time(), []
     torch.manual_seed(SEED)
-    model: Any = get_peft_model(
-        frozen.model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    ).train()
+    model: Any = get_peft_model(frozen.model, LoraConfig(target_modules=["q_proj", "v_proj"])).train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    rows = tokenise(texts, frozen.tokenizer, "tokenizer", MAX_LENGTH)
+    order = sorted(range(len(rows)), key=token_counts(rows).__getitem__)
+    batches = [order[first : first + BATCH_SIZE] for first in range(0, len(order), BATCH_SIZE)]
+    random.Random(SEED).shuffle(batches)
     optimizer = torch.optim.AdamW(weights, lr=ADAPTER_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, ADAPTER_RATE, total_steps=steps, pct_start=0.1)
-    rows = tokenise(texts, frozen.tokenizer, "tokenizer", MAX_LENGTH).with_format("torch")
-    losses = []
-    for step in range(steps):
-        batch = rows[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
-        ids = pad_sequence(list(batch["input_ids"]), batch_first=True).long()
-        labels = ids.masked_fill(pad_sequence(list(batch["loss_mask"]), batch_first=True) == 0, -100)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, ADAPTER_RATE, total_steps=len(batches), pct_start=0.1)
+    for batch in batches:
+        chosen = rows.with_format("torch")[batch]
+        ids = pad_sequence(list(chosen["input_ids"]), batch_first=True).long()
+        labels = ids.masked_fill(pad_sequence(list(chosen["loss_mask"]), batch_first=True) == 0, -100)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            loss: Tensor = model(input_ids=ids, labels=labels).loss  # padding on the right, which no token attends to
+            loss = model(input_ids=ids, labels=labels).loss  # padding is on the right, where no token attends to it
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         losses.append(loss.item())
-        print(f"adapter, step {step + 1} of {steps}: loss {losses[-1]:.3f}", flush=True)
+        print(f"adapter, step {len(losses)} of {len(batches)}: loss {losses[-1]:.3f}", flush=True)
     with atomic_folder(folder) as new:
         model.merge_and_unload().save_pretrained(new)
         frozen.tokenizer.save_pretrained(new)
-        write_text(new / "adapter.json", json.dumps({"losses": losses, "seconds": process_time() - started}))
+        write_text(new / ADAPTER, json.dumps({"losses": losses, "seconds": process_time() - started}))
 
 
 def answer(tuned: Path, texts: Sequence[Conversation], max_new_tokens: int, dtype: Dtype, out: Path) -> None:
     """Let the fine-tune answer the first turn of each conversation as ``drafters regenerate`` does."""
-    write_text(prompts := out.with_name("prompts.json"), json.dumps([{"messages": text.messages} for text in texts]))
+    write_text(
+        prompts := out.with_suffix(".prompts.json"),
+        json.dumps([{"id": text.id, "messages": text.messages} for text in texts]),
+    )
     model, options = ModelOptions(str(tuned), dtype), AnswerOptions(turns="first", max_new_tokens=max_new_tokens)
     started = process_time()
     regenerate(model, options, GREEDY, ServerOptions(), str(out), [str(prompts)], overwrite=False)

@@ -21,9 +21,8 @@ def test_a_base_is_fine_tuned_and_its_drafter_trained_on_the_answers_of_the_fine
     fine_tuned_drafter(**options)
 
     before, after = (load_base(place) for place in (base, tmp_path / "fine_tune"))
-    assert not torch.equal(
-        before.model.model.layers[0].mlp.up_proj.weight, after.model.model.layers[0].mlp.up_proj.weight
-    )
+    values = [each.model.model.layers[0].self_attn.v_proj.weight for each in (before, after)]
+    assert not torch.equal(*values)
     assert torch.equal(before.base_weights.head, after.base_weights.head), "the adapter leaves the LM head alone"
     texts = load_conversations(options["files"])[0]
     answered = [json.loads(line) for line in (tmp_path / "answers_16.jsonl").read_text().splitlines()]
@@ -31,17 +30,16 @@ def test_a_base_is_fine_tuned_and_its_drafter_trained_on_the_answers_of_the_fine
     assert asked == [text.messages[0]["content"] for text in texts[4:20]], "the first four are the questions"
     assert (tmp_path / "answers_16.jsonl").read_text().startswith((tmp_path / "answers_8.jsonl").read_text())
 
-    rows = [line[2:-2].split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line[:2] == "| "][
-        2:
-    ]
-    assert [row[:3] for row in rows] == [
+    lines = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line[2:-2].split(" | ") for line in lines[2:]]
+    assert [[row[0], row[1], row[3]] for row in rows] == [
         ["as it is, on its own base", "", ""],
         ["as it is", "", ""],
         ["trained further", "8", "2"],
         ["trained further", "16", "2"],
         ["from random weights", "16", "2"],
     ]
-    lengths = [[float(cell) for cell in row[4:]] for row in rows]
+    lengths = [[float(cell) for cell in row[5:]] for row in rows]
     assert min(map(min, lengths)) >= 1
     assert max(lengths[-1]) < min(map(min, lengths[:-1])), "after two steps random weights hardly draft"
     initial = [
@@ -50,9 +48,7 @@ def test_a_base_is_fine_tuned_and_its_drafter_trained_on_the_answers_of_the_fine
     assert (initial.count(shipped), initial.count(None)) == (2, 1)
 
     trained = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    fine_tuned_drafter(**options | {"conversations": [16]})
+    fine_tuned_drafter(**options | {"conversations": [8]})
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == trained
-    with pytest.raises(ValueError, match="has 16 answers, but 17 are needed"):
-        fine_tuned_drafter(**options | {"scratch": [17]})
     with pytest.raises(ValueError, match="46 conversations, but 60 are needed"):
         fine_tuned_drafter(**options | {"scratch": [32]})

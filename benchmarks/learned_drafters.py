@@ -51,9 +51,9 @@ REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # f
 REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
 REAL_MEDUSA = {"num_heads": 5, "own_heads": False, "num_anchors": 64}
 REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "own_head": True, "draft_vocab_size": 16384}
-SERVED = {"hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 7}
-SERVED |= {"frames_differ": False, "root_everywhere": False, "num_anchors": 64, "num_columns": 4096}  # for llama.cpp
-SERVED_EAGLE3 = {"depth": 6, "num_unroll": 4, "own_head": False, "draft_vocab_size": 8192, "hidden_layers": [2, 16, 28]}
+SERVED = {"frames_differ": False, "root_everywhere": False, "num_frames": 7, "num_anchors": 64, "num_columns": 4096}
+SERVED |= {"markov_rank": 128, "markov_factors": "base"}  # for llama.cpp
+SERVED_EAGLE3 = {"depth": 6, "num_unroll": 4, "own_head": False, "draft_vocab_size": 8192}
 PAPER = {"lookup": False, "markov_rank": 0, "objective": "ctc", "hidden_layers": [28], "tokens_in_context": False}
 REAL_ADAMW = {"base_dtype": "bfloat16"}
 REAL_MUON = {**REAL_ADAMW, "optimizer": "muon", "learning_rate": 8e-3}
@@ -207,7 +207,7 @@ def learned_drafters(
         features: Feature store of the training text, from `drafters features`.
         max_length: Largest number of tokens of a conversation in training.
         base_dtype: Dtype of the base; with bfloat16, drafters are trained in mixed precision.
-        hidden_layers: Base layers that the arms of ``fair`` fuse; by default five, evenly spaced.
+        hidden_layers: Base layers that the arms of ``fair`` and ``served`` fuse; by default five, evenly spaced.
         nodes: Number of draft nodes in the learning curves: 1, 2, 4, 8, 16, 32 or 64.
         table2: Also make Table 2 of the CTC paper, decoded live: the Medusa, Block and CTC drafters without a bias.
         table: Markdown file to write the tables to.
@@ -236,6 +236,9 @@ def learned_drafters(
             arm = ARMS[name]
             if arm.method and arm.drafter in FUSING:
                 arm = replace(arm, arguments=arm.arguments | layers)
+            elif name in GROUPS["served"]:  # EAGLE-3 fuses three layers there
+                fused = layers["hidden_layers"][:: 2 if arm.drafter == "EAGLE3" else 1]
+                arm = replace(arm, arguments=arm.arguments | {"hidden_layers": fused})
             place = folder / (f"{settings.seconds}s" if settings.seconds else str(settings.steps))
             drafter = exported[length, name, seed] = train(arm, seed, settings, place)
             measured = read_json(drafter.parent / TIME)

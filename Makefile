@@ -138,7 +138,10 @@ clean:
 	rm -rf $(RUN)
 
 # llama.cpp of October 2026 from a source package, 75 MB, built in .llama.cpp within half an hour on two cores.
+# LLAMA_ARGS are options of its cmake. Where a virtual machine shows AMX and forbids it, llama-server ends with "Illegal
+# instruction" (or needs --no-repack): LLAMA_ARGS='-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON'
 LLAMA := .llama.cpp
+LLAMA_ARGS ?=
 LLAMA_PACKAGE := llama_cpp_python-0.3.36
 LLAMA_SOURCE := $(LLAMA)/$(LLAMA_PACKAGE)/vendor/llama.cpp
 
@@ -151,7 +154,7 @@ $(LLAMA)/.installed: | install
 	$(BIN)/pip download --quiet --no-deps --no-binary :all: --dest $(LLAMA) llama-cpp-python==0.3.36
 	tar --extract --gzip --file $(LLAMA)/$(LLAMA_PACKAGE).tar.gz --directory $(LLAMA)
 	cmake -S $(LLAMA_SOURCE) -B $(LLAMA_SOURCE)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
-		-DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF
+		-DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF $(LLAMA_ARGS)
 	cmake --build $(LLAMA_SOURCE)/build --target llama-server llama-bench --parallel 2
 	touch $@
 

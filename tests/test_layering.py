@@ -52,7 +52,8 @@ LAYERS = {
     """,
     "train": """
         arguments checkpoints divisor initial_drafter model_card served strategies validation
-        features formats optimizer
+        features optimizer
+        formats
         export module
         import_drafter memory resume
         callbacks commands

@@ -80,9 +80,12 @@ def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
     sampling.sampler()
     for spec in options.drafter or [] if not options.server else []:
         _ = drafter_specs.split(spec).registration  # there is such a drafter
-    check_at_least(1, concurrency=min(options.concurrency or [1]))
+    most = options.disable_by_batch_size
+    check_at_least(1, concurrency=min(options.concurrency or [1]), disable_by_batch_size=1 if most is None else most)
     if options.repeats != "auto":
         check_at_least(1, repeats=options.repeats)
+    if options.server != ["vllm"] and most is not None:
+        raise ValueError("--disable_by_batch_size is for vLLM: add --server vllm")
     if not options.server and options.concurrency:
         raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
     if options.server and (sampling.temperature or not options.reset):

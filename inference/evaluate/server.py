@@ -189,7 +189,7 @@ class Servers:
             engine, device, packages = f"vLLM {version}", VLLM, [package]
             if self.most_drafted is not None:
                 engine += f", without drafts for more than {self.most_drafted} requests"
-        elif options.drafter or self.most_drafted is not None or VLLM in servers:
+        elif options.drafter or VLLM in servers:
             raise ValueError(
                 "give --server vllm with drafters, or addresses of servers, which have drafters of their own"
             )
@@ -284,8 +284,7 @@ class Servers:
                 yield server, runs
         elif runs:
             port, named = free_port(), None if spec == BASELINE else spec
-            limits = {"disable_by_batch_size": self.most_drafted}
-            launch = make_launch(self.conditions.base, named, dtype=self.conditions.dtype, port=port, **limits)
+            launch = make_launch(self.conditions.base, named, None, self.conditions.dtype, port, self.most_drafted)
             # A drafter that remembers texts would know the questions from the run before.
             for group in [[run] for run in runs] if launch.remembers else [runs]:
                 server = Server(f"http://127.0.0.1:{port}", self.base, template, is_ours=True)

@@ -206,6 +206,9 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(base, words
         (["--server", "http://a", "--temperature", "1"], "are for our own decoding loop, not for --server"),
         (["--server", "vllm"], "--server vllm needs vLLM in this environment"),
         (["--concurrency", "2"], "--concurrency is for a server"),
+        (["--disable-by-batch-size", "2"], "--disable_by_batch_size is for vLLM"),
+        (["--server", "http://a", "--disable-by-batch-size", "2"], "--disable_by_batch_size is for vLLM"),
+        (["--server", "vllm", "--disable-by-batch-size", "0"], "disable_by_batch_size must be at least 1, not 0"),
     ],
 )
 def test_mistakes_are_explained_in_one_line_without_the_key(options, message, base, words, monkeypatch, capsys):

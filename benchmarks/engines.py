@@ -101,10 +101,12 @@ def read_servers(path: str, only: Sequence[str] = ()) -> dict[str, str]:
         if not colon or "$PORT" not in command:
             raise ValueError(f"{path}: a line is NAME: COMMAND with $PORT in it, not {line!r}")
         names.append(name)
+        if only and name not in only:
+            continue
         unset = {*re.findall(r"\$(\w+)", command)} - {*os.environ, "PORT"}
         if unset:
             print(f"{name} is left out: {', '.join(sorted(unset))} is not set")
-        elif not only or name in only:
+        else:
             found[name] = command
     if not found or {*only} - {*names}:
         raise ValueError(f"{path} has no server to start: it knows {', '.join(names)}; --only names {[*only]}")

@@ -19,6 +19,7 @@ from drafters import NoDrafter, recipe
 from drafters.nn import graph
 from drafters.protocol import Drafter
 from drafters.tree import DraftTree
+from inference.verifier.attention import kept_mask
 from inference.verifier.base import Base
 from inference.verifier.graphed import GraphRunner
 from inference.verifier.runner import Runner
@@ -138,6 +139,7 @@ def count_operators(base: Base, config: str | None, graphed: bool) -> dict[str, 
 def count_copies(config: str | None, graphed: bool) -> dict[str, str]:
     """Copies of a step to the device and from it, as text: the host waits for each of the latter."""
     base = random_llama("grouped", 256, "float32", torch.device("cpu"))
+    kept_mask.cache_clear()  # the masks of trees that this process has seen would need no copy
     with import_module("tests.devices.pretend").Accelerator() as accelerator:
         session = _session(replace(base, model=base.model.to(accelerator.device)), config, graphed)
         for _ in range(NUM_WARM_UP):

@@ -94,7 +94,7 @@ class TreeAttention:
         is_causal = num_pending == 1 or (self._is_causal_without_mask and not start)
         if not len(tree) and all_near and is_causal and cache.get_seq_length() == start:
             return dict.fromkeys(self.spans)
-        make = _kept_mask if num_pending <= MAX_PENDING_OF_KEPT_MASKS else causal_tree_mask
+        make = kept_mask if num_pending <= MAX_PENDING_OF_KEPT_MASKS else causal_tree_mask
         mask = make(num_pending, tuple(tree.parents), self.dtype, self.device)
         mask = nn.functional.pad(mask, (start, 0))[None, None]
         if all_near:
@@ -152,7 +152,7 @@ def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dt
     return mask.to(device)
 
 
-_kept_mask = lru_cache(maxsize=256)(causal_tree_mask)  # chains and lookahead windows look the same in every step
+kept_mask = lru_cache(maxsize=256)(causal_tree_mask)  # chains and lookahead windows look the same in every step
 
 
 def attention_kinds(config: PretrainedConfig) -> list[str]:

@@ -122,7 +122,7 @@ def decode_on_both(make_base, make_pretend_base, accelerator):
     def run(name, sampler):
         expected, _, _ = decode(make_session(name, sampler, make_base(predictable=True), make_base))
         session = make_session(name, sampler, make_pretend_base(predictable=True), make_pretend_base)
-        attention._kept_mask.cache_clear()  # the masks that an earlier test has copied
+        attention.kept_mask.cache_clear()  # the masks that an earlier test has copied
         accelerator.take_copies()
         steps, costs, copies = decode(session, accelerator)
         assert steps == expected

@@ -178,7 +178,7 @@ def test_a_draft_copies_a_table_to_the_host_and_to_the_device_one_buffer_and_the
         session = Session(Runner(base), make_drafter(base, *GRAPHED[name]), TakesDrafts())
         if make is make_pretend_base:
             session.drafter.draft_in_graph(64)
-        attention._kept_mask.cache_clear()
+        attention.kept_mask.cache_clear()
         accelerator.take_copies()
         steps.append(decode(session, accelerator))
     (expected, *_), (decoded, costs, copies) = steps

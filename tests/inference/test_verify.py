@@ -103,7 +103,7 @@ def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
 def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setitem(registry._REGISTRATIONS, "lossy", registry.Registration("lossy", Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(attention, "_kept_mask", everything)
+    monkeypatch.setattr(attention, "kept_mask", everything)
     monkeypatch.setattr(attention, "causal_tree_mask", everything)
     monkeypatch.setattr(graphed, "check_once", lambda *_: None)  # which refuses such a runner
     model = ModelOptions(folder)

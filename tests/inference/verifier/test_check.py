@@ -73,7 +73,7 @@ WRONG = {
     "mask": (
         "LLaMA",
         "a draft tree",
-        [(attention, "_kept_mask", ignore_the_tree), (DraftTree, "ancestor_mask", see_all_nodes_before)],
+        [(attention, "kept_mask", ignore_the_tree), (DraftTree, "ancestor_mask", see_all_nodes_before)],
     ),
     "positions": ("LLaMA", "a draft tree", [(DraftTree, "depths", property(count_from_the_root))]),
     "commit": ("LLaMA", "after an accepted draft", [(BufferCache, "keep", keep_the_first)]),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -23,8 +21,8 @@ from data.files import reading
 from inference.evaluate import intervals
 from inference.evaluate.server import Server
 from inference.options import QuestionOptions
+from inference.server_process import free_port, running_server
 from inference.verifier.base import load_base_info
-from inference.vllm.running import free_port
 
 START_SECONDS = 600.0
 WITH = " + "  # between the name of an engine and that of its drafter
@@ -68,14 +66,14 @@ def engines(
     info, options = load_base_info(base), QuestionOptions(benchmark, limit, rows, max_new_tokens)
     selected, commands, tables = options.select(info, options.load()), read_servers(servers, only), []
     with ExitStack() as stack:
-        started, processes = dict[str, Server](), dict[str, subprocess.Popen[bytes]]()
+        started = dict[str, Server]()
         for name, command in commands.items():
-            port = free_port()
+            port, log = free_port(), Path("runs/engines") / f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
             server = started[name] = Server(f"http://127.0.0.1:{port}", info, "tokenizer", is_ours=True)
-            stack.enter_context(closing(server.client))
-            processes[name] = stack.enter_context(running(name, command, port))
-        for name, process in processes.items():
-            wait_for(name, started[name], process)
+            client = stack.enter_context(closing(server.client))
+            is_ready = partial(client.get, "/v1/models")
+            variables = os.environ | {"PORT": str(port)}
+            stack.enter_context(running_server(name, command, log, is_ready, variables, START_SECONDS))
         for title, asked in selected.items():
             questions, prompts = [replace(each, turns=each.turns[:1]) for each in asked.questions], asked.prompts
             for server in started.values():
@@ -111,37 +109,6 @@ def read_servers(path: str, only: Sequence[str] = ()) -> dict[str, str]:
     if not found or {*only} - {*names}:
         raise ValueError(f"{path} has no server to start: it knows {', '.join(names)}; --only names {[*only]}")
     return found
-
-
-def log_of(name: str) -> Path:
-    """The file of what a server prints."""
-    return Path("runs/engines") / f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
-
-
-@contextmanager
-def running(name: str, command: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server until the block ends."""
-    log_of(name).parent.mkdir(parents=True, exist_ok=True)
-    with log_of(name).open("wb") as stream:
-        variables = os.environ | {"PORT": str(port)}
-        process = subprocess.Popen(
-            command, shell=True, env=variables, stdout=stream, stderr=stream, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-
-
-def wait_for(name: str, server: Server, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a server lists a model; raises ValueError if it ends before, or takes too long."""
-    deadline = time.monotonic() + START_SECONDS
-    while server.client.get("/v1/models") is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise ValueError(f"{name} did not start: see {log_of(name)}")
-        time.sleep(0.5)
 
 
 def ask(server: Server, question: Question, prompt: list[int], max_new_tokens: int) -> Timed:

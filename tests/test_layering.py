@@ -35,7 +35,7 @@ LAYERS = {
         block ctc hydra
     """,
     "inference": """
-        arguments bases journal runs sandbox timing
+        arguments bases journal runs sandbox server_process timing
         verifier
         indexes openai_server prompts
         options

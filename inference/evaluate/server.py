@@ -48,9 +48,9 @@ from inference.openai_server import OpenAIServer, ServerError, server_root, stor
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions
 from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
+from inference.server_process import Counts, free_port, read_counts
 from inference.verifier.base import BaseConfig
-from inference.vllm.command import installed_vllm, make_launch
-from inference.vllm.running import Counts, free_port, read_counts, running_vllm
+from inference.vllm.command import installed_vllm, make_launch, running_vllm
 from inference.vllm.served_drafter import REQUIREMENT
 
 VLLM = "vllm"

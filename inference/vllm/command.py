@@ -1,9 +1,11 @@
 """``drafters serve-command``: print the command that serves a base with a drafter."""
 
 import json
+import os
 import shlex
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +17,7 @@ from drafters import checkpoint
 from drafters.checks import check_at_least
 from drafters.parallel import ParallelDrafter
 from inference import drafter_specs
+from inference.server_process import running_server
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.vllm import served_drafter
 from inference.vllm.proposer import GREEDY_ONLY, KEY
@@ -22,6 +25,9 @@ from inference.vllm.proposer import GREEDY_ONLY, KEY
 ROOM = "inference.vllm"
 CUSTOM = "custom_class"  # vLLM's method for drafters that are not its own
 DEFAULT_CHAIN = 6  # tokens of a chain of drafters that are trained for no length
+# Only this machine reaches vLLM. Without prefix caching a prompt costs the same the second time. With the base's own
+# generation config (a repetition penalty, say) greedy decoding would not be greedy.
+OPTIONS = ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--generation-config", "vllm"]
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 
 
@@ -38,6 +44,12 @@ class Launch:
         """The line for a shell, which takes no word in quotes for a variable."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, "python", shlex.join(self.arguments)])
+
+
+def running_vllm(launch: Launch, log: Path, is_healthy: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Run vLLM to be measured, see `running_server`."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_API_KEY"} | launch.environment
+    return running_server("vLLM", [sys.executable, *launch.arguments, *OPTIONS], log, is_healthy, environment)
 
 
 def make_launch(

@@ -51,5 +51,5 @@ def test_a_file_that_starts_nothing_is_refused(text, only, message, tmp_path):
 def test_a_server_that_ends_at_once_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "servers.txt").write_text("broken: exit 3 # $PORT")
-    with pytest.raises(ValueError, match="broken did not start: see runs/engines/broken"):
+    with pytest.raises(ValueError, match="broken ended with code 3: it names no error; see runs/engines/broken"):
         engines.engines(BASE, "servers.txt", limit=1)

@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from inference.vllm.command import CUSTOM, make_launch
+from inference.server_process import COUNTER
+from inference.vllm.command import CUSTOM, OPTIONS, make_launch
 from inference.vllm.proposer import Proposer
-from inference.vllm.running import COUNTER, OPTIONS
 from inference.vllm.served_drafter import METHODS
 
 STREAMED, PROTOCOLS = "token_ids finish_reason", "vllm.entrypoints.openai"

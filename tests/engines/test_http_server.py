@@ -3,28 +3,26 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from openai import APIConnectionError, OpenAI
 
 from data import benchmarks
+from inference.server_process import free_port, running_server
 
-MINUTES_TO_START = 5
+SECONDS_TO_START = 300
 NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
 def server(trained, tmp_path_factory):
     """The address of a running server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", "import sys; from train.cli import run_drafters; run_drafters(sys.argv[1:])"]
     command += ["serve-command", str(trained("ctc")), "--port", str(port), "--dtype", "float32"]
     words = shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -32,19 +30,9 @@ def server(trained, tmp_path_factory):
     environment = {**os.environ, **dict(word.split("=", 1) for word in words[:start])}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # set for the engines inside the test process
     words = [sys.executable, *words[start + 1 :], "--max-model-len", "512", "--max-num-seqs", "8"]
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60 * MINUTES_TO_START
-        while not answers(address):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(1)
+    log, address = tmp_path_factory.mktemp("server") / "log", f"http://127.0.0.1:{port}"
+    with running_server("vLLM", words, log, partial(answers, address), environment, SECONDS_TO_START):
         yield address
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def answers(address):

@@ -8,9 +8,9 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,10 @@ from inference.evaluate import results
 from inference.llama_cpp import server_line
 from inference.openai_server import OpenAIServer
 from inference.prompts import encode_messages
+from inference.server_process import free_port, running_server
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from inference.vllm.running import free_port
 from tests.inference.conftest import train_briefly
 from train.cli import run_drafters
 from train.formats.block import without_blank
@@ -134,16 +134,11 @@ def servers(base_file, base, drafters, questions, tmp_path_factory):
                 run_drafters([*map(str, export)])
                 line = server_line(str(base_file), str(place / name), 4, port)
             words = [str(SOURCE / "build" / "bin" / "llama-server"), *shlex.split(line)[1:]]
-            log = stack.enter_context((place / f"{name}.log").open("wb"))
-            small = "-t", "1", "-c", "1024", "-np", "2", "--host", "127.0.0.1"
-            process = subprocess.Popen([*words, *small], stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
+            words += ["-t", "1", "-c", "1024", "-np", "2", "--host", "127.0.0.1"]
             addresses[name] = f"http://127.0.0.1:{port}"
-            with closing(OpenAIServer(addresses[name], uses_proxy=False)) as client:
-                while client.get("/health") is None:
-                    assert process.poll() is None, (place / f"{name}.log").read_text()[-2000:]
-                    time.sleep(0.2)
+            client = stack.enter_context(closing(OpenAIServer(addresses[name], uses_proxy=False)))
+            is_ready = partial(client.get, "/health")
+            stack.enter_context(running_server(name, words, place / f"{name}.log", is_ready))
         yield addresses
 
 

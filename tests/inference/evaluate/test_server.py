@@ -17,12 +17,12 @@ from inference.evaluate.answers import Answer, AnswerFiles, Turn
 from inference.evaluate.figures import acceptance_rates, count_drafts
 from inference.evaluate.server import Server, Servers, acceptance_by_counts, inter_token_seconds, percentiles
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions
+from inference.server_process import free_port, read_counts
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
-from inference.vllm.command import Launch
-from inference.vllm.running import free_port, read_counts, running_vllm
+from inference.vllm.command import Launch, running_vllm
 from tests.conftest import Handler, serving
 from train.cli import run_drafters as main
 

@@ -32,13 +32,11 @@ from inference.verifier.base import Base, base_hash
 from train import lightning_cli
 from train.checkpoints import read_checkpoint
 from train.commands import export
-from train.formats.block import without_blank
 from train.resume import EXIT_CODES
 from train.validation import draft_answer, simulated_steps
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 TIME = "training.json"
-WITHOUT_BLANK = "without_blank"
 
 
 @dataclass(frozen=True)
@@ -257,12 +255,8 @@ def simulate_exported(
 
     def measure() -> dict[str, Any]:
         config = checkpoint.read_config(folder)
-        options = {name: value for name, value in overrides.items() if name != WITHOUT_BLANK}
-        changed = replace(config, init_args=grouped(find_class(config.class_path), options, config.init_args))
+        changed = replace(config, init_args=grouped(find_class(config.class_path), overrides, config.init_args))
         drafter, _ = checkpoint.load(folder, base.model.dtype, changed)
-        if WITHOUT_BLANK in overrides:  # as engines draft with what `drafters export` writes
-            assert isinstance(drafter, drafters.CTC)
-            drafter = without_blank(drafter, changed).to(base.model.dtype).eval()
         result = simulate(drafter.to(base.model.device), base, answers, budgets)
         return {**result, "parameters": sum(weight.numel() for weight in drafter.parameters())}
 

@@ -16,7 +16,6 @@ from benchmarks import paper_table2
 from benchmarks.experiment import (
     BUDGETS,
     TIME,
-    WITHOUT_BLANK,
     Arm,
     SharedSettings,
     decoded_answers,
@@ -27,9 +26,11 @@ from benchmarks.experiment import (
 from benchmarks.harness import ResultTable, main, show
 from data.dtypes import Dtype
 from data.files import read_json
+from drafters import CTC, checkpoint
 from drafters.checks import spread_layers
 from inference.evaluate.plots import FADED, PALETTE
 from inference.verifier.base import load_base
+from train.formats.block import without_blank
 
 HEADS = {"num_heads": 5, "num_anchors": 24}
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}  # that of CTC, for cross-entropy
@@ -149,15 +150,22 @@ Results = dict[str, Runs]  # by the length of the training: "600 steps" or "300 
 def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
     """Return the ways to build a tree from an arm's draft: by name, arguments of the drafter. The first is the best."""
     if arm.name in GROUPS["served"]:
-        chain = {"tree": "chain"}
-        without = {"chain without the blank": {**chain, WITHOUT_BLANK: True}} if arm.drafter == "CTC" else {}
-        return {"chain": chain, **without}
+        return {"chain": {"tree": "chain"}}
     if arm.drafter not in ("CTC", "Medusa", "Block"):
         return {"dynamic": {"num_nodes": BUDGETS[-1]}}
     trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
     if arm.drafter == "CTC" and paper_table2.fits(arm):
         trees.append("paper")
     return {tree: {"tree": tree, "num_nodes": BUDGETS[-1]} for tree in trees}
+
+
+def without_its_blank(folder: Path) -> Path:
+    """Write the block drafter that `drafters export` makes of a CTC drafter for engines, and return its folder."""
+    drafter, config = checkpoint.load(folder)
+    assert isinstance(drafter, CTC)
+    written = folder.parent / "without_blank" / folder.name
+    checkpoint.save(written, *without_blank(drafter, config))
+    return written
 
 
 def learned_drafters(
@@ -243,8 +251,11 @@ def learned_drafters(
             drafter = exported[length, name, seed] = train(arm, seed, settings, place)
             measured = read_json(drafter.parent / TIME)
             further = {"minutes": measured["cpu_seconds"] / 60, "tokens": measured["tokens"]}
-            for tree, arguments in trees_of(arm).items():
-                result = simulate_exported(drafter, arguments, frozen, answers, BUDGETS)
+            ways = [(tree, drafter, arguments) for tree, arguments in trees_of(arm).items()]
+            if name == "ctc_served":
+                ways.append(("chain without the blank", without_its_blank(drafter), ways[0][2]))
+            for tree, exported_to, arguments in ways:
+                result = simulate_exported(exported_to, arguments, frozen, answers, BUDGETS)
                 results[length].setdefault((name, tree), []).append(result | further)
                 print(f"{name} seed {seed} {length} {tree}: {result['length']}", flush=True)
     ended = sum(int(answer.tokens[-1]) in frozen.eos for answer in answers)

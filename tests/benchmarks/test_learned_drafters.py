@@ -202,6 +202,17 @@ def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learn
             assert separate[name][str(budget)] == together[name][str(budget)]
 
 
+@pytest.mark.slow
+def test_a_drafter_without_its_blank_is_one_more_folder_with_results_of_its_own(learned_run):
+    folder, arguments = learned_run
+    base, exported = load_base(arguments["base"]), folder / "10" / "ctc" / "seed0" / "drafter"
+    written = learned_drafters.without_its_blank(exported)
+    answers = experiment.own_answers(base, [[1, 5, 9, 11]], 12, folder / "for_chains.json")
+    found = [experiment.simulate_exported(each, {"tree": "chain"}, base, answers, (4,)) for each in (exported, written)]
+    assert found[0]["parameters"] == found[1]["parameters"] + base.shape.hidden_size + 1  # the blank's row and bias
+    assert checkpoint.read_config(written).class_path == "drafters.Block"
+
+
 def test_results_are_remembered_for_the_same_answers_only(tmp_path):
     """The number of answers is the same, but not their text."""
     first, other = ([experiment.GreedyAnswer(torch.tensor(text), 1)] for text in ([3, 4, 5], [3, 4, 6]))

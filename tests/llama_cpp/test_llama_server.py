@@ -159,7 +159,7 @@ def test_texts_are_those_of_llama_cpp_alone_and_acceptance_is_that_of_our_own_ch
     for name in RECIPES:
         drafter, config = checkpoint.load(drafters[name])
         if name == "ctc":
-            drafter = without_blank(drafter, config).eval()
+            drafter = without_blank(drafter, config)[0].eval()
         drafter.attach_base_weights(base.base_weights)
         session = Session(Runner(base), drafter)
         steps = [session.run(prompt, NUM_TOKENS, {EOS}).steps[1:] for prompt in prompts]

@@ -16,10 +16,10 @@ from train.formats.layers import layer_config, read_layers
 from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
 
 
-def without_blank(drafter: CTC, config: DrafterConfig) -> Block:
-    """The block drafter with the weights of a CTC drafter but its blank's: frame u drafts the u-th token of a chain.
+def without_blank(drafter: CTC, config: DrafterConfig) -> tuple[Block, DrafterConfig]:
+    """The block drafter with the weights of a CTC drafter but its blank's, and its configuration.
 
-    It drafts less well, as no frame can be blank or repeat the one before.
+    Frame u drafts the u-th token of a chain: less well, as no frame can be blank or repeat the one before.
     """
     trunk = vars(CTCTrunkOptions(**config.init_args.get("trunk", {})))
     draft = {"tree": "chain", "window": drafter.draft_options.window}
@@ -28,8 +28,9 @@ def without_blank(drafter: CTC, config: DrafterConfig) -> Block:
     weights = {name: weight for name, weight in drafter.state_dict().items() if name not in blank}
     if isinstance(drafter.markov, Markov):
         weights["markov.right"] = weights["markov.right"][:-1]
-    block: Any = replace(config, class_path="drafters.Block", init_args=init_args).build(weights)
-    return block
+    config = replace(config, class_path="drafters.Block", init_args=init_args)
+    block: Any = config.build(weights)
+    return block, config
 
 
 def check_block(drafter: Block, config: DrafterConfig, format: str) -> None:

@@ -111,7 +111,7 @@ def write(
     if isinstance(drafter, Block) and drafter.first_frame and not drafter.markov:
         method, weights = "dflash", {name: w for name, w in weights.items() if not name.startswith("markov")}
     if confidence:
-        block = without_blank(drafter, config) if isinstance(drafter, CTC) else drafter
+        block = without_blank(drafter, config)[0] if isinstance(drafter, CTC) else drafter
         if method != "dspark" or not isinstance(block, Block):
             raise ValueError(f"draft-{method} of llama.cpp has no confidence head: leave out --confidence")
         weights |= confidence_head(block, config, base_of(config), confidence)

@@ -88,7 +88,7 @@ def _described(
 ) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     shape, name = config.base, config.base_name
     if type(drafter) is CTC:
-        drafter = without_blank(drafter, config)
+        drafter, config = without_blank(drafter, config)
         print(BLANK_LOST)
     if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
         raise ValueError(f"the {format} format has no window ({window}): train the drafter with window: 0")

@@ -68,16 +68,14 @@ def tune(
 
 
 def report(
-    folders: list[str] | None = None,
-    answers: list[str] | None = None,
-    baseline: str | None = None,
+    folders: list[str],
     tokenizer: str | None = None,
     out: str | None = None,
     overwrite: bool = False,
     compare: bool = False,
     format: list[Format] | None = None,
 ) -> None:
-    """Make one page of one or many evaluations, compare two, or count published answers by every convention.
+    """Make one page of one or many evaluations, or compare two.
 
     Folders of `drafters eval --out` become one self-contained HTML page, with a table of all their drafters and a part
     for each evaluation.
@@ -86,13 +84,8 @@ def report(
     intervals of their change. The exit code is 1 if there is a regression, or if the second folder lacks a benchmark, a
     drafter or an answer of the first one, so that a script notices what was not compared.
 
-    With --answers and --baseline, the command reads answer files in FastChat's form, such as those of EAGLE, Spec-Bench
-    and the original CTC-drafter, and prints their acceptance lengths and speed-ups by every counting convention.
-
     Args:
         folders: Folders that `drafters eval --out` wrote, one after the other.
-        answers: JSONL file of recorded answers; may be repeated.
-        baseline: JSONL file of the base's own answers to the same questions.
         tokenizer: Folder of the base's tokenizer, for the steps of the answers; by default that of the base.
         out: The page, an HTML file; by default report.html in the only folder.
         overwrite: Replace a page that is already there.
@@ -100,20 +93,16 @@ def report(
         format: Write the tables also as md or latex, or all figures as csv or parquet, beside the page; may be
             repeated.
     """
-    if compare and (not folders or len(folders) != 2 or answers or baseline is not None):
-        raise ValueError("--compare takes two folders that drafters eval wrote: first the old one, then the new one")
-    if format and out is None and (compare or not folders or len(folders) > 1):
-        raise ValueError("--format writes files beside the page: give --out PAGE")
-    from inference.evaluate.report import compare_folders, recount_files, report_folders
+    from inference.evaluate.report import compare_folders, report_folders
 
-    if folders and compare:
+    if compare and len(folders) != 2:
+        raise ValueError("--compare takes two folders that drafters eval wrote: first the old one, then the new one")
+    if format and out is None and (compare or len(folders) > 1):
+        raise ValueError("--format writes files beside the page: give --out PAGE")
+    if compare:
         compare_folders(folders, out, overwrite, format or ["md"])
-    elif folders and not answers and baseline is None:
-        report_folders(folders, tokenizer, out, overwrite, format or [])
-    elif answers and not folders and baseline is not None:
-        recount_files(answers, baseline, out, overwrite, format or ["md"])
     else:
-        raise ValueError("give folders that drafters eval wrote, or --answers FILE and --baseline FILE")
+        report_folders(folders, tokenizer, out, overwrite, format or [])
 
 
 def verify(
@@ -271,28 +260,3 @@ def index(
     from inference import indexes
 
     indexes.index(kind, out, tokenizer, files, min_count, top, depth, overwrite)
-
-
-def replay(
-    answers: str,
-    questions: str,
-    tokenizer: str,
-    drafter: list[str],
-    template: str = "vicuna_v1.1",
-    benchmark: str = "mt_bench",
-    max_new_tokens: int = 512,
-) -> None:
-    """Measure drafters that read only tokens on recorded greedy answers. The steps are exactly those of live decoding.
-
-    Args:
-        answers: JSONL file of recorded greedy answers, in FastChat's form or as drafters eval writes them.
-        questions: File of the questions that were answered.
-        tokenizer: Folder of the tokenizer of the base that answered.
-        drafter: none, anpd, prompt_lookup or another drafter that reads only tokens; may be repeated.
-        template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
-        benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
-        max_new_tokens: Maximum number of tokens of a turn in the recording.
-    """
-    from inference import replay
-
-    replay.replay(answers, questions, tokenizer, drafter, template, benchmark, max_new_tokens)

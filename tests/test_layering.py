@@ -45,7 +45,7 @@ LAYERS = {
         verify vllm
         llama_cpp
         evaluate
-        generation replay
+        generation
         chat serve speculation
         tune
         commands

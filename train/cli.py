@@ -29,11 +29,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "eval": Command("inference.commands:evaluate", "measure drafters side by side on benchmarks"),
     "tune": Command("inference.commands:tune", "search the options of a drafter for speed or acceptance"),
-    "report": Command(
-        "inference.commands:report",
-        "make one page of evaluations, compare two, or recount answers",
-        ("folders",),
-    ),
+    "report": Command("inference.commands:report", "make one page of evaluations, or compare two", ("folders",)),
     "verify": Command("inference.commands:verify", "show that a drafter changes no token of what the base writes"),
     "chat": Command("inference.commands:chat", "talk to a base in the terminal and watch its drafter"),
     "serve": Command("inference.serve.command:serve", "serve a base with a drafter, with a page that shows every step"),
@@ -48,7 +44,6 @@ COMMANDS = {
     "index": Command("inference.commands:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
     "features": Command("train.commands:features", "write the base's hidden states of conversations for training"),
     "show-mask": Command("train.commands:show_mask", "print conversations with their loss mask in colour"),
-    "replay": Command("inference.commands:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 
@@ -125,7 +120,7 @@ def run_drafters(argv: list[str] | None = None) -> None:
         if argv is None and "out" in values:  # what is written can be continued, and a server has its own handler
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Without --out, `report` writes into the folder that it reads.
-        place = values.get("out") or next(iter(values.get("folders") or ()), None)
+        place = values.get("out") or next(iter(values.get("folders", ())), None)
         with output_lock(place) if place else nullcontext():
             function(**values)
 

@@ -1,4 +1,4 @@
-"""``drafters report``: pages of evaluations, two evaluations compared, and published answers counted again."""
+"""``drafters report``: pages of evaluations, and two evaluations compared."""
 
 import sys
 from collections.abc import Sequence
@@ -8,10 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 from data.safe_text import SafeConsole, escape_markdown
-from inference.evaluate import compare, recount, tables
+from inference.evaluate import compare, tables
 from inference.evaluate.page import find_decoder, write_page
 from inference.evaluate.results import read, read_all
-from inference.evaluate.tables import Row, Table, number
 from inference.options import Format
 from inference.runs import new_file
 
@@ -20,7 +19,7 @@ def report_folders(
     folders: Sequence[str], tokenizer: str | None, out: str | None, overwrite: bool, formats: Sequence[Format]
 ) -> None:
     """Write the page of some evaluations, and print their tables."""
-    if out is None and len(folders) > 1:
+    if out is None and len(folders) != 1:
         raise ValueError("the page of several folders needs a name: give --out PAGE")
     page = _new_page(out, formats, overwrite) or Path(folders[0]) / "report.html"
     evaluations, console = read_all(folders), SafeConsole()
@@ -69,26 +68,6 @@ def compare_folders(folders: Sequence[str], out: str | None, overwrite: bool, fo
         tables.write_tables(page, formats, "\n".join(parts), [table.latex() for table in listed], rows)
     if missing or any(difference.verdict == "regression" for difference in differences):
         sys.exit(1)
-
-
-def recount_files(
-    paths: Sequence[str], baseline: str, out: str | None, overwrite: bool, formats: Sequence[Format]
-) -> None:
-    """Print what recorded answers are by every counting convention."""
-    page = _new_page(out, formats, overwrite)
-    base, listed, rows = recount.read(baseline), [], []
-    for path in paths:
-        pairs = recount.pair(recount.read(path), base)
-        figures, (identical, turns) = recount.figures(pairs), recount.count_identical(pairs)
-        lines = [Row([name, number(value), recount.CONVENTIONS[name][0]]) for name, value in figures.items()]
-        note = f"identical turns: {identical} of {turns} ({100 * identical / turns:.1f} %)"
-        listed.append(Table(path, ["figure", "value", "how it is counted"], lines, note))
-        rows.append({"answers": path, **figures})
-    for table in listed:
-        SafeConsole().print(*table.rich(), Text(table.note), sep="\n")
-    if page:
-        text = "\n".join(table.markdown() for table in listed)
-        tables.write_tables(page, formats, text, [table.latex() for table in listed], rows)
 
 
 def _new_page(out: str | None, formats: Sequence[Format], overwrite: bool) -> Path | None:

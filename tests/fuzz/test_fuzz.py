@@ -47,7 +47,6 @@ LINES = [
     "verify --base @base --drafter corpus=@corpus --benchmark mt_bench=@questions.jsonl --max-new-tokens 3",
     "verify --base @base --drafter rest=@datastore --benchmark file=@questions.parquet --max-new-tokens 3",
     "report @results --out @out",
-    "replay --tokenizer @base --drafter anpd --answers @answers.jsonl --questions @questions.jsonl",
     "regenerate --base @base --files @talk.jsonl.gz --limit 1 --max-new-tokens 3 --template vicuna_v1.1 --out @out",
     "show-mask --tokenizer @base --files @talk.parquet --template vicuna_v1.1",
     "import @drafter @out --base @base",
@@ -125,7 +124,7 @@ def run(line, folder):
 
 
 def write_files(folder):
-    """Write what the commands read: a base, conversations, texts, questions, recorded answers and a checkpoint."""
+    """Write what the commands read: a base, conversations, texts, questions and a checkpoint."""
     import pyarrow
     import torch
     from pyarrow import parquet
@@ -147,8 +146,6 @@ def write_files(folder):
     question = {"question_id": 1, "category": "x", "turns": ["Who is it?"]}
     (folder / "questions.jsonl").write_text(json.dumps(question))
     parquet.write_table(pyarrow.Table.from_pylist([question]), folder / "questions.parquet")
-    answer = {"question_id": 1, "choices": [{"turns": ["It is she."], "new_tokens": [5], "idxs": [4]}]}
-    (folder / "answers.jsonl").write_text(json.dumps(answer))
     (folder / "overlay.yaml").write_text("trainer: {max_epochs: 1}\ndata:\n  batch_size: 2\n")
     (folder / "nothing").touch()
     write_checkpoint(folder / "last.ckpt", len(tokenizer))

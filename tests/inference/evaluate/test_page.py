@@ -304,3 +304,17 @@ def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(mak
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "-33.3 %" in printed and "regression" in printed and "none found" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"folders": ["a"], "compare": True}, "--compare takes two folders"),
+        ({"folders": ["a", "b"]}, "needs a name: give --out PAGE"),
+        ({"folders": [".", "./."], "out": "page.html"}, "is named twice: name each folder once"),
+        ({"folders": ["."], "out": __file__}, "is already there: give another name, or --overwrite"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        report(**arguments)

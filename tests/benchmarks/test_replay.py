@@ -6,12 +6,11 @@ import random
 import pytest
 
 import drafters
+from benchmarks.replay import NOT_RECORDED, RecordedRunner, RecordedSampler, RecordedTurn, decode, measure, read, replay
 from data.benchmarks import Question, load_questions
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from inference import drafter_specs
-from inference.commands import replay
-from inference.replay import NOT_RECORDED, RecordedRunner, RecordedSampler, RecordedTurn, decode, measure, read
 from inference.verifier.base import BaseConfig
 from inference.verifier.session import Session, Step
 from tests.conftest import refusal

@@ -1,12 +1,14 @@
-"""``drafters replay``: measure drafters that read only tokens on recorded greedy answers, without the base."""
+"""Drafters that read only tokens, measured on recorded greedy answers without the base that wrote them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pandas
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from benchmarks.harness import main
 from data.benchmarks import Question, load_questions
 from data.conversations import Message, user_message
 from data.files import read_json_lines, reading
@@ -120,12 +122,25 @@ def measure(turns: Sequence[tuple[Question, list[Step]]]) -> dict[str, float | N
 
 
 def replay(
-    answers: str, questions: str, tokenizer: str, drafter: list[str], template: str, benchmark: str,
-    max_new_tokens: int,
-) -> None:  # fmt: skip
-    """Run `drafters replay`, see `inference.commands.replay`."""
-    import pandas
+    answers: str,
+    questions: str,
+    tokenizer: str,
+    drafter: list[str],
+    template: str = "vicuna_v1.1",
+    benchmark: str = "mt_bench",
+    max_new_tokens: int = 512,
+) -> None:
+    """Measure drafters that read only tokens on recorded greedy answers. The steps are exactly those of live decoding.
 
+    Args:
+        answers: JSONL file of recorded greedy answers, in FastChat's form or as drafters eval writes them.
+        questions: File of the questions that were answered.
+        tokenizer: Folder of the tokenizer of the base that answered.
+        drafter: none, anpd, prompt_lookup or another drafter that reads only tokens; may be repeated.
+        template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
+        max_new_tokens: Maximum number of tokens of a turn in the recording.
+    """
     config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
     base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)
     builders = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}
@@ -144,3 +159,7 @@ def replay(
     table = pandas.DataFrame(rows).set_index(["drafter", "category"])
     print(safe_text(table.to_string(float_format="{:.3f}".format, na_rep="–")))
     print(f"{len(replayed)} of {len(turns)} turns; tokens per forward count the prefill.")
+
+
+if __name__ == "__main__":
+    main(replay)

@@ -6,6 +6,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
+from benchmarks.harness import ResultTable, main, show
 from data.files import read_json_lines, reading
 from inference.evaluate.intervals import quotient
 
@@ -24,6 +27,27 @@ class Recorded:
 
 Pairs = Sequence[tuple[Recorded, Recorded]]  # an answer, and the baseline's answer to the same question
 Convention = Callable[[Pairs], float | None]
+
+
+def recount(answers: list[str], baseline: str, out: str | None = None) -> None:
+    """Read answers in FastChat's form, and count acceptance lengths and speed-ups by every convention.
+
+    Args:
+        answers: JSONL file of recorded answers, such as those of EAGLE, Spec-Bench, the original CTC-drafter and
+            `drafters eval`; may be repeated.
+        baseline: JSONL file of the base's own answers to the same questions.
+        out: Markdown file to write.
+    """
+    base, tables = read(baseline), list[ResultTable]()
+    for path in answers:
+        pairs = pair(read(path), base)
+        identical, turns = count_identical(pairs)
+        table = ResultTable(path, ["figure", "value", "how it is counted"])
+        for name, value in figures(pairs).items():
+            table.rows.append([name, "–" if value is None else f"{value:.2f}", CONVENTIONS[name][0]])
+        table.notes.append(f"identical turns: {identical} of {turns} ({100 * identical / turns:.1f} %)")
+        tables.append(table)
+    show(tables, torch.device("cpu"), out)
 
 
 def read(path: str | Path) -> dict[int, Recorded]:
@@ -120,3 +144,7 @@ def count_identical(pairs: Pairs) -> tuple[int, int]:
     """The number of turns with the baseline's text, and of all turns."""
     turns = [both for answer, base in pairs for both in zip(answer.texts, base.texts, strict=True)]
     return sum(text == base_text for text, base_text in turns), len(turns)
+
+
+if __name__ == "__main__":
+    main(recount)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.commands import report
-from inference.evaluate import recount
+from benchmarks import recount
 from inference.evaluate.answers import Answer, Turn, to_json
 from inference.evaluate.figures import acceptance_length
 from inference.verifier.session import Step
 from tests.conftest import refusal
 
-RECORDED = Path(__file__).parents[4] / "shared" / "data" / "base_outputs" / "ctc_drafter"
+RECORDED = Path(__file__).parents[3] / "shared" / "data" / "base_outputs" / "ctc_drafter"
 PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna-7b-mt_bench-greedy.jsonl"
 
 
@@ -56,7 +55,7 @@ def test_every_convention_equals_a_count_by_hand(files, capsys):
         "speed-up, Spec-Bench": pytest.approx((12 / 3 + 9 / 3) / (10 / 10 + 10 / 5)),
         "speed-up, micro": pytest.approx((21 / 6) / (20 / 15)),
     }
-    report(answers=[str(files[0])], baseline=str(files[1]))
+    recount.recount([str(files[0])], str(files[1]))
     printed = capsys.readouterr().out
     assert "3.90" in printed and "identical turns: 1 of 3 (33.3 %)" in printed
 
@@ -93,7 +92,7 @@ def test_the_papers_own_files_give_the_papers_own_numbers(capsys):
     assert f"{found['beta, CTC paper']:.2f}" == "3.56", "Table 1, Vicuna-7B on MT-bench"
     assert f"{found['gamma, CTC paper']:.2f}" == "2.78"
     assert f"{found['acceptance length, micro']:.2f}" == "3.50"
-    report(answers=[str(PAPERS)], baseline=str(BASELINE))
+    recount.recount([str(PAPERS)], str(BASELINE))
     printed = capsys.readouterr().out
     assert all(number in printed for number in ("3.56", "2.78", "3.50", "identical turns: 4 of 160 (2.5 %)"))
 
@@ -114,23 +113,4 @@ GOOD = choice(["a"], [1], [2], [1.0])
 def test_a_file_that_does_not_fit_is_refused_in_one_line(files, tmp_path, rows, said):
     path = tmp_path / "bad.jsonl"
     path.write_text(rows) if isinstance(rows, str) else write(path, *rows)
-    assert said in refusal(report, answers=[str(path)], baseline=str(files[1]))
-
-
-PAIR = "give folders that drafters eval wrote, or --answers FILE and --baseline FILE"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({}, PAIR),
-        ({"folders": ["c"], "answers": ["a"]}, PAIR),
-        ({"folders": ["a"], "compare": True}, "--compare takes two folders"),
-        ({"folders": ["a", "b"]}, "needs a name: give --out PAGE"),
-        ({"folders": [".", "./."], "out": "page.html"}, "is named twice: name each folder once"),
-        ({"folders": ["."], "out": __file__}, "is already there: give another name, or --overwrite"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        report(**arguments)
+    assert said in refusal(recount.recount, [str(path)], str(files[1]))

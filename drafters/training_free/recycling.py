@@ -3,25 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
-from drafters.checks import check_at_least, check_choices
+from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
 from drafters.trees.static import RankPath, static_tree
-
-# Number of children of each node of the authors' tree, level by level, from the root; zeros at the end left out.
-PAPER_CHILDREN = (
-    (8,),
-    (8, 4, 3, 2, 1, 1, 1, 1),
-    (8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1),
-    (5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1),
-    (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1),
-    (2, 0, 0, 1),
-)
 
 
 @register("token_recycling")
@@ -39,28 +28,22 @@ class TokenRecycling(Drafter):
     Args:
         num_nodes: Number of nodes of the template; the paper's has 80.
         top_k: Number of successors kept per token.
-        template: ``best_first``, the most probable paths of ranks by frequencies of our small bases; or ``paper``, the
-            first ``num_nodes`` nodes of the tree that the authors published, which is fixed.
     """
 
     num_nodes: int = 80
     top_k: int = 8
-    template: Literal["best_first", "paper"] = "best_first"
 
     def __post_init__(self) -> None:
-        check_choices(self)
         check_at_least(1, num_nodes=self.num_nodes, top_k=self.top_k)
         self.required_outputs = RequiredOutputs(top_k=self.top_k)
         self._successors: dict[int, Sequence[int]] = {}
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._root = seq[-1]
-        num_nodes = min(self.num_nodes, limits.max_nodes)
-        template = best_first(num_nodes, self.top_k) if self.template == "best_first" else paper_template(num_nodes)
         tokens: list[int] = []
         parents: list[int] = []
         nodes: dict[RankPath, int] = {(): ROOT}  # of the rank paths that are drafted
-        for path in template:
+        for path in best_first(min(self.num_nodes, limits.max_nodes), self.top_k):
             if (parent := nodes.get(path[:-1])) is None or len(path) > limits.max_depth:
                 continue
             token = self._root if parent == ROOT else tokens[parent]
@@ -96,18 +79,3 @@ def best_first(num_nodes: int, top_k: int) -> list[RankPath]:
     """
     accuracies = np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes)
     return sorted(static_tree(accuracies, num_nodes), key=lambda path: (len(path), path))
-
-
-@lru_cache(maxsize=64)
-def paper_template(num_nodes: int) -> list[RankPath]:
-    """The first rank paths, level by level, of the 80 that the authors published (in Spec-Bench, version 2.2.2).
-
-    >>> paper_template(10)[6:]
-    [(6,), (7,), (0, 0), (0, 1)]
-    """
-    level: list[RankPath] = [()]
-    paths: list[RankPath] = []
-    for counts in PAPER_CHILDREN:
-        level = [(*path, rank) for path, count in zip(level, counts, strict=False) for rank in range(count)]
-        paths += level
-    return paths[:num_nodes]

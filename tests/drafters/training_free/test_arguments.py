@@ -22,7 +22,6 @@ REFUSED = [
     *((kind, value, "at least") for kind, value in ((ANPD, {"order": 1}), (ANPD, {"num_draft": 0}))),
     *((PromptLookup, {name: 0}, "at least") for name in ("max_ngram", "num_draft")),
     *((TokenRecycling, {name: 0}, "at least 1") for name in ("num_nodes", "top_k")),
-    (TokenRecycling, {"template": "flat"}, "template must be one of best_first, paper, not 'flat'"),
     *((Lookahead, {name: value}, f"{name} must") for name, value in (("level", 2), ("window", 0), ("guesses", -1))),
     *((Joint, {name: 0}, name) for name in ("num_nodes", "order", "min_probability", "fade")),
     (Joint, {"runner_up": -1}, "runner_up"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafters import TokenRecycling
-from drafters.training_free.recycling import best_first, paper_template, rank_probability
+from drafters.training_free.recycling import best_first, rank_probability
 from inference.verifier.runner import ForwardOutput
 from inference.verifier.session import Session
 
@@ -58,16 +58,13 @@ def slow_step(base, seq, table, template, top_k, eos, end):
     return emitted, len(tokens) - 1
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "top_k", "kind"),
-    [*((*numbers, "best_first") for numbers in [(1, 1), (5, 2), (12, 3), (12, 20), (40, 8)]), (80, 8, "paper")],
-)
+@pytest.mark.parametrize(("num_nodes", "top_k"), [(1, 1), (5, 2), (12, 3), (12, 20), (40, 8)])
 @pytest.mark.parametrize("seed", range(3))
-def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_nodes, top_k, kind, seed):
+def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_nodes, top_k, seed):
     rng = random.Random(seed)
     runner = ranked(seed, vocab=10, order=rng.choice([1, 2]))
-    drafter, table = TokenRecycling(num_nodes, top_k, kind), {}
-    template = paper_template(num_nodes) if kind == "paper" else best_first(num_nodes, top_k)
+    drafter, table = TokenRecycling(num_nodes, top_k), {}
+    template = best_first(num_nodes, top_k)
     session, gained = Session(runner, drafter), 0
     for length in (1, 2, 9):  # the table is kept
         seq = [rng.randrange(10) for _ in range(length)]
@@ -103,10 +100,3 @@ def test_the_tree_has_the_most_probable_rank_paths(num_nodes, top_k):
     template = best_first(num_nodes, top_k)
     assert sorted(template) == sorted(every[:num_nodes])
     assert max(map(len, template), default=0) < 9 or top_k == 1, "otherwise the enumeration may be incomplete"
-
-
-def test_the_papers_tree_has_its_published_shape_and_a_smaller_budget_keeps_its_first_nodes():
-    paths = paper_template(80)
-    assert [sum(len(path) == depth for path in paths) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
-    assert {(7, 0), (0, 2, 1), (0, 0, 4, 0), (3, 0, 0, 0), (0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 1)} <= set(paths)
-    assert all(paper_template(num_nodes) == paths[:num_nodes] for num_nodes in range(81))

@@ -60,7 +60,6 @@ class RunConditions:
     repeats: int | Literal["auto"] = 1  # auto decodes a benchmark until its speed-ups are precise
     drafters: dict[str, DrafterConditions] = field(default_factory=dict)  # by name in tables; the baseline first
     benchmarks: dict[str, BenchmarkConditions] = field(default_factory=dict)
-    memory: list[str] = field(default_factory=list)  # benchmarks in the order drafters remember; empty if all reset
 
     @property
     def caps(self) -> dict[str, int]:
@@ -73,7 +72,6 @@ class RunConditions:
         decoding = "greedy"
         if self.sampling.temperature:
             decoding = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
-        decoding += f", drafters' memory kept over {', '.join(self.memory)}" if self.memory else ""
         return {
             "engine": self.engine,
             "dtype": self.dtype,

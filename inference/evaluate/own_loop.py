@@ -73,7 +73,6 @@ class OwnLoop:
             forward=model.forward,
             repeats=options.repeats,
             drafters=drafter_conditions(options.drafter or DEFAULT_DRAFTERS),
-            memory=[] if options.reset else list(prompts),
         )
 
     @property
@@ -123,8 +122,8 @@ class OwnLoop:
         benchmarks, repeats = list(self.questions), self.conditions.repeats
         for repeat in range(MAX_REPEATS if repeats == "auto" else repeats):
             if repeat and repeats == "auto":
-                imprecise = [name for name in benchmarks if not all(map(is_precise, self._errors(files, name, repeat)))]
-                benchmarks = benchmarks if imprecise and self.conditions.memory else imprecise
+                errors = {name: self._errors(files, name, repeat) for name in benchmarks}
+                benchmarks = [name for name in benchmarks if not all(map(is_precise, errors[name]))]
             if benchmarks:
                 yield repeat, benchmarks
 
@@ -132,17 +131,12 @@ class OwnLoop:
         self, base: Base, sessions: dict[str, Session], files: AnswerFiles, repeat: int, benchmarks: list[str]
     ) -> Iterator[tuple[str, Answer | None]]:
         """The benchmark of each question and drafter with its answer, or None if the files hold that already."""
-        done: dict[str, dict[Slot, Answer]] = {}
-        unfinished: dict[str, None] = {}  # drafters, in order
         for benchmark in benchmarks:
             keys = ((question.question_id, name) for name in sessions for question in self.questions[benchmark])
             answers = {key: files.answers(benchmark, key[1]).get((repeat, key[0])) for key in keys}
-            done[benchmark] = {key: answer for key, answer in answers.items() if answer}
-            unfinished |= dict.fromkeys(name for (_, name), answer in answers.items() if answer is None)
-        for benchmark in benchmarks:
-            yield from [(benchmark, None)] * len(done[benchmark])
-            memory = (unfinished, benchmark == benchmarks[0]) if self.conditions.memory else ()
-            options = self.conditions.template, self.conditions.caps[benchmark], done[benchmark], repeat, *memory
+            done = {key: answer for key, answer in answers.items() if answer}
+            yield from [(benchmark, None)] * len(done)
+            options = self.conditions.template, self.conditions.caps[benchmark], done, repeat
             for answer in answer_questions(base, sessions, self.questions[benchmark], *options):
                 yield benchmark, replace(answer, repeat=repeat, load=timing.load_average())
 
@@ -256,8 +250,6 @@ def answer_questions(
     max_new_tokens: int,
     done: Mapping[Slot, Answer] | None = None,
     repeat: int = 0,
-    unfinished: Iterable[str] = (),
-    resets: bool = True,
 ) -> Iterator[Answer]:
     """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
 
@@ -265,14 +257,11 @@ def answer_questions(
     answers that are done once more, because what it drafts for the others depends on them. Sessions are given by the
     names of their drafters, ``done`` are the answers of an interrupted run, and all questions were decoded ``repeat``
     times before.
-
-    Drafters that keep their memory over several benchmarks are warmed up and reset (``resets``) before the first only.
-    Those that are ``unfinished`` in any of the benchmarks decode what is done in all of them once more.
     """
     done, by_id = done or {}, {question.question_id: question for question in questions}
     slots = decoding_order(list(sessions), by_id, repeat)
-    unfinished = dict.fromkeys([*(slot[1] for slot in slots if slot not in done), *unfinished])
-    for name in unfinished if resets else ():
+    unfinished = dict.fromkeys(name for number, name in slots if (number, name) not in done)
+    for name in unfinished:
         answer_question(sessions[name], name, questions[0], base, template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()
     for number, name in slots:

@@ -88,8 +88,8 @@ def check(options: EvaluationOptions, sampling: SamplingOptions) -> None:
         raise ValueError("--disable_by_batch_size is for vLLM: add --server vllm")
     if not options.server and options.concurrency:
         raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
-    if options.server and (sampling.temperature or not options.reset):
-        raise ValueError("--temperature and --reset are for our own decoding loop, not for --server")
+    if options.server and sampling.temperature:
+        raise ValueError("--temperature is for our own decoding loop, not for --server")
 
 
 def with_scores(

@@ -203,7 +203,10 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(base, words
         (["--server", "http://a", "--server", "http://a"], "two servers have one name: write --server NAME=URL"),
         (["--server", "http://a", "--drafter", "anpd"], "which have drafters of their own"),
         (["--server", "http://a", "--concurrency", "9"], "9 requests at once need as many questions"),
-        (["--server", "http://a", "--temperature", "1"], "are for our own decoding loop, not for --server"),
+        (
+            ["--server", "http://a", "--temperature", "1"],
+            "--temperature is for our own decoding loop, not for --server",
+        ),
         (["--server", "vllm"], "--server vllm needs vLLM in this environment"),
         (["--concurrency", "2"], "--concurrency is for a server"),
         (["--disable-by-batch-size", "2"], "--disable_by_batch_size is for vLLM"),

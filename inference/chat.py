@@ -5,9 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -15,14 +13,12 @@ from rich.text import Text
 from data.conversations import Message, user_message
 from data.safe_text import SafeConsole, safe_text
 from data.templates import decode_answer
-from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
 from inference.options import ModelOptions, SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
-from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt, common_prefix
 
@@ -31,7 +27,6 @@ WARM_UP_TOKENS = 4
 CHAT_POSITIONS = 4096  # that the cache has at first, as a chat goes on
 HELP = {
     "/drafter NAME[=FILE][:key=value,...]": "use another drafter; none decodes without a drafter",
-    "/compare": "decode the last answer again without a drafter, or the next one if there is none yet",
     "/system TEXT": "set the system message; without TEXT, remove it",
     "/max N": "set the maximum number of tokens of an answer",
     "/temperature T": "set the sampling temperature; 0 decodes greedily",
@@ -74,16 +69,6 @@ class ChatSession:
         yield from session.steps(end, eos, drafts_at_once=not self.num_cached)
 
 
-@dataclass(frozen=True)
-class LastAnswer:
-    """The last answer, and what is needed to decode it again without a drafter."""
-
-    prompt: list[int]
-    num_cached: int  # tokens of the prompt that were in the cache already
-    generation: Generation
-    sampler: Sampler
-
-
 class Chat:
     """A chat with one base, whose drafter and options may change between turns; the arguments are those of `chat`."""
 
@@ -99,8 +84,6 @@ class Chat:
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[Message] = []
-        self.last_answer: LastAnswer | None = None
-        self.compares_next = False
         self._runner = make_runner(base)
         self.sampling = sampling or SamplingOptions()
         self._execute("max", str(max_new_tokens))
@@ -131,11 +114,6 @@ class Chat:
                 self.drafter, self._session = drafter_specs.label(text), self._build(text)
             case "drafter":
                 raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.usages()}")
-            case "compare" if self.last_answer:
-                self._compare_with_base(self.last_answer)
-            case "compare":
-                self.compares_next = True
-                self.say("the next answer will be compared")
             case "system":
                 self.system = text
             case "max":
@@ -150,7 +128,7 @@ class Chat:
                 self._session.session.sampler = chat_sampler(sampling)
                 self.sampling = sampling
             case "reset":
-                self.messages, self.last_answer = [], None
+                self.messages = []
                 self._session.forget()
             case "help":
                 for usage, meaning in HELP.items():
@@ -190,36 +168,12 @@ class Chat:
         self.show(detokenizer.finish() + "\n")
         answer = decode_answer(generation.tokens, self.base.tokenizer).strip()
         self.messages += [question, {"role": "assistant", "content": answer}]
-        self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._session.session.sampler)
         end = ""
         if generation.tokens[-1] not in self.base.eos:
             is_full = len(prompt) + len(generation.tokens) >= self.base.context_length
             end = "; the context is full: /reset begins a new chat" if is_full else "; cut short: /max N allows more"
         end = "; stopped" if end and was_stopped else end
         self.say(f"{self.drafter}: {figures(generation)}{end}", "dim")
-        if self.compares_next:
-            self.compares_next = False
-            self._compare_with_base(self.last_answer)
-
-    @cached_property
-    def _other_runner(self) -> Runner:
-        """A runner for comparisons, which leave the cache of the chat as it is."""
-        return make_runner(self.base)
-
-    def _compare_with_base(self, answer: LastAnswer) -> None:
-        """Decode an answer again without a drafter, from the same cache, and show both speeds and the difference."""
-        session = Session(self._other_runner, NoDrafter(), answer.sampler)
-        session.begin(answer.prompt, reserve=len(answer.prompt) + RESERVED_FOR_DRAFTS)
-        session.prefill(answer.num_cached)
-        end = len(answer.prompt) + len(answer.generation.tokens)
-        without_drafter = Generation()
-        with interruptible() as is_stopped:
-            for emitted, cost in session.steps(end, self.base.eos):
-                without_drafter.tokens += emitted
-                without_drafter.seconds += sum(cost.seconds)
-                if is_stopped():
-                    break
-        self.say(comparison(answer.generation, without_drafter, self.base.tokenizer.decode), "dim")
 
 
 def chat_sampler(sampling: SamplingOptions) -> Sampler:
@@ -234,19 +188,6 @@ def figures(generation: Generation) -> str:
     fed = f"{sum(step.fed for step in later) / len(later):.1f}" if later else "–"
     speed = tokens / generation.seconds
     return f"acceptance length {length}, {speed:.1f} tokens/s, {tokens} tokens in {steps} steps, {fed} fed per step"
-
-
-def comparison(drafted: Generation, without_drafter: Generation, decode: Callable[[list[int]], Any]) -> str:
-    """Return one line that compares an answer with the same answer decoded without a drafter: speed and text."""
-    speeds = [len(generation.tokens) / generation.seconds for generation in (drafted, without_drafter)]
-    num_equal = common_prefix(drafted.tokens, without_drafter.tokens)
-    if num_equal == len(drafted.tokens) == len(without_drafter.tokens):
-        result = "the same text"
-    else:
-        drafted_text = decode(drafted.tokens[num_equal : num_equal + 1])
-        other_text = decode(without_drafter.tokens[num_equal : num_equal + 1])
-        result = f"another text after {num_equal} equal tokens, {other_text!r} where {drafted_text!r} was written"
-    return f"the base alone: {speeds[1]:.1f} tokens/s, so {speeds[0] / speeds[1]:.2f}× with the drafter; {result}"
 
 
 @contextmanager

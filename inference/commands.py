@@ -147,7 +147,7 @@ def chat(
 ) -> None:
     """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
 
-    In the chat, /help lists the commands: /drafter changes the drafter, /compare decodes an answer again without it.
+    In the chat, /help lists the commands, such as /drafter, which changes the drafter, or with none leaves it out.
     Questions may also come from a pipe, one per line.
 
     Args:

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.protocol import Drafter, Limits, StepResult
 from drafters.tree import DraftTree
 from inference.verifier.base import Base, BaseConfig
 from inference.verifier.runner import Runner
@@ -208,12 +208,6 @@ class Session:
         """Empty the cache, and capture the graphs that are missing, if steps are graphed."""
         self.runner.reset(reserve)
         self.runner.capture(self.drafter)
-
-    def prefill(self, num_tokens: int) -> None:
-        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
-        if num_tokens:
-            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
-            self.runner.commit([])
 
     def resume(self, seq: Sequence[int], num_shared: int) -> None:
         """Continue with a text of which the first ``num_shared`` tokens, at least 1, are those of the current one.

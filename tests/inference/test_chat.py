@@ -9,12 +9,15 @@ import torch
 from rich.console import Console
 
 import drafters
-from inference.chat import ACCEPTED, Chat, ChatSession, comparison, interruptible
+from data.conversations import user_message
+from data.templates import decode_answer
+from inference.chat import ACCEPTED, Chat, ChatSession, interruptible
 from inference.commands import chat
 from inference.options import ModelOptions, SamplingOptions
+from inference.prompts import encode_messages
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Generation, Session
+from inference.verifier.session import Session
 from tests.inference.verifier.oracles import written_alone
 
 LEARNED = ["ctc", "ctc, chain", "ctc_deep", "block", "eagle", "eagle3"]
@@ -105,20 +108,6 @@ def test_the_first_ctrl_c_is_noted_and_the_second_interrupts():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("tokens", "decisions"),
-    [
-        ([5, 6, 7], "the same text"),
-        ([5, 8, 7], "another text after 1 equal tokens, '8' where '6' was written"),
-        ([5, 6], "another text after 2 equal tokens, '' where '7' was written"),
-    ],
-)
-def test_a_comparison_names_both_speeds_and_the_first_difference(tokens, decisions):
-    drafted, single = Generation([5, 6, 7], [], 1.0), Generation(tokens, [], len(tokens) / 2)
-    line = comparison(drafted, single, lambda ids: " ".join(map(str, ids)))
-    assert line == f"the base alone: 2.0 tokens/s, so 1.50× with the drafter; {decisions}"
-
-
 class Impatient(io.StringIO):
     """A terminal whose user presses Ctrl-C when a word appears."""
 
@@ -146,7 +135,7 @@ def test_ctrl_c_ends_the_answer_and_the_chat_continues_after_it(make_base):
     assert 5 < len(kept) < len(words) and kept == words[: len(kept)]
     assert screen.getvalue().splitlines()[-1].endswith("; stopped")
     stopped.handle_line("w8")
-    assert len(stopped.messages) == 4 and stopped.last_answer.num_cached > len(kept)
+    assert len(stopped.messages) == 4 and stopped._session.num_cached > len(kept)
 
 
 # ---- whole conversations
@@ -189,8 +178,8 @@ FIGURES = (
 @pytest.mark.slow
 def test_a_conversation_through_standard_input(folder, make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
-    text, shown = "", talk("w5 w6 w7", "w9 w10", "/compare", "/drafter joint:num_nodes=4", "w11", "/compare", "/quit")
-    for said, part in zip(["w5 w6 w7", "w9 w10", "w11"], [shown[0], shown[1], shown[4]], strict=True):
+    text, shown = "", talk("w5 w6 w7", "w9 w10", "/drafter joint:num_nodes=4", "w11", "/quit")
+    for said, part in zip(["w5 w6 w7", "w9 w10", "w11"], [shown[0], shown[1], shown[3]], strict=True):
         text = f"{text}\n{said}".strip()
         written = naive(base, base.tokenizer(text).input_ids, 20, eos=base.eos)
         answer, figures = part.rsplit("\n", 1)
@@ -199,8 +188,6 @@ def test_a_conversation_through_standard_input(folder, make_base, talk):
         assert name == ("joint:num_nodes=4" if said == "w11" else "anpd")
         assert int(tokens) == len(written) and 1 <= int(steps) <= len(written)
         text = f"{text}\n{answer}"
-    for part in (shown[2], shown[5]):
-        assert re.fullmatch(r"the base alone: \d+\.\d tokens/s, so \d+\.\d\d× with the drafter; the same text", part)
 
 
 def test_mistakes_are_reported_in_one_line_and_the_chat_continues(talk):
@@ -226,7 +213,6 @@ def test_mistakes_are_reported_in_one_line_and_the_chat_continues(talk):
 @pytest.mark.slow
 def test_changed_options_apply_to_the_next_answer(talk):
     lines = [
-        "/compare",
         "w3 w6",
         "/max 7",
         "/reset",
@@ -235,16 +221,15 @@ def test_changed_options_apply_to_the_next_answer(talk):
         "/reset",
         "w3 w6",
         "/temperature 0",
-        "/compare",
+        "/reset",
+        "w3 w6",
     ]
     shown = talk(*lines, "", "/help")
-    assert shown[0] == "the next answer will be compared" and shown[1].endswith("the same text")
-    first, second = shown[1].splitlines()[0].split(), shown[4].splitlines()[0].split()
-    assert second == first[: len(second)] and " 7 tokens in" in shown[4] and shown[4].endswith("/max N allows more")
-    assert shown[7].splitlines()[0].split() != second  # drawn, and the base alone draws the same
-    assert shown[9].endswith("the same text")  # it is picked as the answer was
+    first, second, drawn, again = (shown[index].splitlines()[0].split() for index in (0, 3, 6, 9))
+    assert second == first[: len(second)] and " 7 tokens in" in shown[3] and shown[3].endswith("/max N allows more")
+    assert drawn != second == again
     assert {line.split()[0] for line in shown[-1].splitlines()} == {
-        f"/{name}" for name in ("drafter", "compare", "system", "max", "temperature", "reset", "help", "quit")
+        f"/{name}" for name in ("drafter", "system", "max", "temperature", "reset", "help", "quit")
     }
 
 
@@ -266,9 +251,14 @@ def test_the_system_message_comes_first(folder, make_base, talk):
 
 @pytest.mark.slow
 def test_a_chat_model_gets_the_earlier_turns_through_its_template(repository, monkeypatch, capsys):
-    typed = b"Tell me about lamps.\nWhy is that important?\n/compare\n"
+    typed = b"Tell me about lamps.\nWhy is that important?\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
     model = ModelOptions(str(repository / "checkpoints" / "tiny-chat"))
     chat(model, SamplingOptions(), "joint", max_new_tokens=24)
-    shown = capsys.readouterr().out
-    assert shown.rstrip().rstrip("> \n").endswith("the same text") and len(re.findall(FIGURES, shown)) == 2
+    shown, base = capsys.readouterr().out, model.load()
+    assert len(re.findall(FIGURES, shown)) == 2
+    parts = re.split(r"^> ", shown, flags=re.M)[1:3]
+    first, second = (part.split("\n", 1)[1].rsplit("\njoint: ", 1)[0].strip() for part in parts)
+    messages = [user_message("Tell me about lamps."), {"role": "assistant", "content": first}]
+    prompt = encode_messages(base, [*messages, user_message("Why is that important?")], "tokenizer")
+    assert second == decode_answer(naive(base, prompt, 24, eos=base.eos), base.tokenizer).strip()

@@ -37,9 +37,7 @@ COMMANDS = {
         "inference.commands:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
     ),
     "regenerate": Command("inference.commands:regenerate", "let the base answer the prompts of a data set"),
-    "export": Command(
-        "train.commands:export", "turn a checkpoint into a drafter folder, or publish it", ("ckpt", "out")
-    ),
+    "export": Command("train.commands:export", "turn a checkpoint into a drafter folder", ("ckpt", "out")),
     "import": Command("train.commands:import_drafter", "read another tool's drafter", ("folder", "out")),
     "index": Command("inference.commands:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
     "features": Command("train.commands:features", "write the base's hidden states of conversations for training"),

@@ -14,15 +14,13 @@ def export(
     mask_token_id: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     confidence: str | None = None,
-    push: str | None = None,
-    public: bool = False,
     license: str | None = None,
     results: list[str] | None = None,
 ) -> None:
     """Turn a checkpoint into a folder with config.json, model.safetensors, SHA256SUMS and README.md, the model card.
 
     The folder is for `drafters eval --drafter ctc=OUT`. What was written is compared with the checkpoint, bit by bit.
-    With --push it also goes to the Hugging Face hub, where others name it as OWNER/NAME@REVISION.
+    After `hf upload OWNER/NAME OUT .` others name it as OWNER/NAME@REVISION.
 
     Args:
         ckpt: Checkpoint of `lightning fit`, a file or DeepSpeed's folder; or the folder of a drafter.
@@ -35,14 +33,12 @@ def export(
         dtype: Dtype of the weights; by default that of the training, and bfloat16 in another format.
         confidence: A file of the base's own answers, as in data.files, to fit DSpark's confidence head on for ``gguf``,
             which ends a draft before a token that is unlikely to be accepted.
-        push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
-        public: Make a new repository public.
         license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
         results: Folders that `drafters eval --out` wrote, whose tables go into the card.
     """
     from train import export
 
-    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, confidence, push, public, license, results)
+    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, confidence, license, results)
 
 
 def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bool = False) -> None:

@@ -19,21 +19,18 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpoints import read_checkpoint
 from train.formats import gguf, vllm
-from train.model_card import ABOUT, check_repository, model_card, upload
+from train.model_card import ABOUT, model_card
 
 WEIGHTS = "model.safetensors", "model.safetensors.index.json", DRAFTER_FILE
 
 
 def export(
     ckpt: str, out: str, base: str | None, overwrite: bool, format: str, mask_token_id: int | None,
-    dtype: str | None, confidence: str | None, push: str | None, public: bool, license: str | None,
-    results: list[str] | None,
+    dtype: str | None, confidence: str | None, license: str | None, results: list[str] | None,
 ) -> None:  # fmt: skip
     """Run `drafters export`, see `train.commands.export`."""
     folder = Path(out)
     check_output_folder(folder, overwrite)
-    if push:
-        check_repository(push)
     if confidence and format != "gguf":
         raise ValueError("--confidence is for --format gguf only: leave it out")
     if (Path(ckpt) / "config.json").is_file():
@@ -52,12 +49,8 @@ def export(
                 drafter.to(getattr(torch, dtype))
             checkpoint.save(new, drafter, config)
             check_written(new, drafter, config)
-            card = card_of(drafter, config, f"{push}@REVISION" if push else "THIS_FOLDER", license, results or [])
-            write_text(new / "README.md", card)
+            write_text(new / "README.md", card_of(drafter, config, license, results or []))
     print(f"wrote {folder}")
-    if push:
-        name = config.class_path.removeprefix("drafters.").lower()
-        print(f"uploaded; use it as\n  --drafter {name}={push}@{upload(folder, push, public)}")
 
 
 def check_output_folder(folder: Path, overwrite: bool) -> None:
@@ -146,7 +139,7 @@ def check_written(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) 
         raise ValueError("config.json was not written as it is in the checkpoint: the disk may be damaged")
 
 
-def card_of(drafter: LearnedDrafter, config: DrafterConfig, place: str, license: str | None, results: list[str]) -> str:
+def card_of(drafter: LearnedDrafter, config: DrafterConfig, license: str | None, results: list[str]) -> str:
     """Return the model card of a trained drafter; of one that was not trained here, without its training."""
     training = config.training
     decoded = {"greedy": "the base's own greedy answers to held-out prompts", "text": "held-out text"}
@@ -165,4 +158,4 @@ def card_of(drafter: LearnedDrafter, config: DrafterConfig, place: str, license:
     if original := training.get("imported_from"):
         facts["Original"] = code_span(original)
     num_parameters = sum(weight.numel() for weight in drafter.parameters())
-    return model_card(config, f"{ABOUT} {num_parameters:,} parameters.", facts, place, license, results)
+    return model_card(config, f"{ABOUT} {num_parameters:,} parameters.", facts, license, results)

@@ -1,13 +1,12 @@
-"""The model card, README.md, of a drafter's folder, and the folder's upload to the Hugging Face hub."""
+"""The model card, README.md, of a drafter's folder."""
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data.hub import find_base, reason_of, split_revision
-from data.safe_text import code_span, escape_markdown, safe_line, yaml_line
-from drafters import checkpoint, recipe
+from data.hub import find_base, split_revision
+from data.safe_text import code_span, escape_markdown, yaml_line
+from drafters import recipe
 from drafters.checkpoint import DrafterConfig
 
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
@@ -19,17 +18,15 @@ def model_card(
     config: DrafterConfig,
     about: str,
     facts: Mapping[str, str],
-    place: str = "THIS_FOLDER",
     license: str | None = None,
     results: Sequence[str] = (),
 ) -> str:
     """Return the README of a drafter: the paragraph ``about``, lines of ``facts`` in Markdown, and its arguments.
 
-    ``place`` names the folder in commands: the folder, or OWNER/NAME@REVISION on the hub. The licence is for the
-    header. The tables of the ``results``, folders that `drafters eval --out` wrote, are added.
+    The licence is for the header. The tables of the ``results``, folders that `drafters eval --out` wrote, are added.
     """
     name = config.class_path.removeprefix("drafters.").lower()
-    used = f"drafters eval --base {config.base_name} --drafter {name}={place} --benchmark mt_bench"
+    used = f"drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench"
     arguments = recipe.flattened(config.init_args).items()
     sections = [
         f"{card_header(config, license)}\n{about}",
@@ -67,36 +64,3 @@ def described_base(config: DrafterConfig) -> str:
         f"{code_span(config.base_name)} (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, "
         f"tokenizer {escape_markdown(config.tokenizer_hash)}). It fits no other."
     )
-
-
-def check_repository(repository: str) -> None:
-    """Raise ValueError if a repository's name is none of the hub, or nobody is logged in."""
-    from huggingface_hub import get_token
-
-    if not REPOSITORY.fullmatch(repository):
-        raise ValueError(f"{repository!r} is no repository of the hub: write OWNER/NAME")
-    if get_token() is None:
-        raise ValueError("nobody is logged in to the hub: run `hf auth login`, or set HF_TOKEN")
-
-
-def upload(folder: Path, repository: str, is_public: bool) -> str:
-    """Upload a drafter's files in one commit to ``OWNER/NAME``, and return its id.
-
-    A new repository is private unless ``is_public``, one that exists stays as it is. Raises ValueError if the hub
-    cannot be reached, or the repository may not be written.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        created = api.create_repo(repository, private=not is_public, exist_ok=True)
-        print(f"uploading to {created}", file=sys.stderr)
-        commit = api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            commit_message="Upload a drafter",
-            allow_patterns=list(checkpoint.FILES),
-        )
-    except Exception as error:  # the hub client's own errors, and those of its HTTP client
-        raise ValueError(f"cannot upload to {repository}: {safe_line(reason_of(error))}") from error
-    return commit.oid

@@ -168,7 +168,6 @@ DRAFTERS = {
     "export @last.ckpt @drafter": "already holds a model",
     "export @last.ckpt @text.ckpt": "text.ckpt",
     "export @last.ckpt --out=": "--out has an empty name",
-    "export @last.ckpt @out --push drafter": "'drafter' is no repository of the hub: write OWNER/NAME",
     "show-mask --tokenizer @tiny --files @empty.json": "empty.json",
 }
 FIT = "fit --config @tiny.yaml "

@@ -10,7 +10,7 @@ from http.server import ThreadingHTTPServer
 import pytest
 import torch
 import yaml
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 
 from benchmarks import recipes
@@ -21,7 +21,6 @@ from inference import drafter_specs
 from inference.verifier.runner import Runner
 from tests.conftest import Handler, serving
 from train.cli import run_drafters
-from train.commands import export
 
 
 def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):
@@ -203,46 +202,29 @@ def server(monkeypatch, tmp_path):
 
 
 def push(trained, out, *more):
-    run_drafters(["export", str(trained.ckpt), str(out), "--push", "ada/drafter", *more])
+    """Export a drafter and upload its folder, as `hf upload` does; return the commit."""
+    run_drafters(["export", str(trained.ckpt), str(out), *more])
+    HfApi().create_repo("ada/drafter", private=True, exist_ok=True)
+    return HfApi().upload_folder(repo_id="ada/drafter", folder_path=out).oid
 
 
-def test_a_pushed_drafter_is_private_and_loads_at_its_commit_whatever_comes_later(
-    server, trained, tiny_base, capsys, tmp_path
-):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text("{}")
-    (tmp_path / "a" / "secret.env").write_text("HF_TOKEN=x")  # which must stay here
-    push(trained, tmp_path / "a", "--license", "apache-2.0")
-    spec = re.search(r"--drafter (ctc=ada/drafter@[0-9a-f]{40})\n", capsys.readouterr().out)[1]
-    assert server.private == {"ada/drafter": True}
+def test_an_uploaded_drafter_loads_at_its_commit_whatever_comes_later(server, trained, tiny_base, tmp_path):
+    spec = f"ctc=ada/drafter@{push(trained, tmp_path / 'a', '--license', 'apache-2.0')}"
     files = server.files[server.latest["ada/drafter"]]
     assert set(files) == set(checkpoint.FILES)
     card = files["README.md"].decode()
     assert "license: apache-2.0\nlibrary_name:" in card and "base_model" not in card, "the base is a folder"
-    assert "--drafter ctc=ada/drafter@REVISION" in card
     loaded, expected = (drafter_specs.make(each, Runner(tiny_base)) for each in (spec, f"ctc={trained.folder}"))
     torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
     asked = len(server.requests)
     drafter_specs.make(spec, Runner(tiny_base))  # the commit is in the cache
     assert len(server.requests) == asked
-    push(trained, tmp_path / "b", "--public")
-    assert server.private == {"ada/drafter": True} and len(server.files) == 2
+    push(trained, tmp_path / "b")
+    assert len(server.files) == 2
     found = drafter_specs.drafter_folder(drafter_specs.split(spec)[1])
     assert "apache" in (found / "README.md").read_text()
     latest = drafter_specs.drafter_folder("ada/drafter@main")
     assert "apache" not in (latest / "README.md").read_text()
-
-
-def test_a_refused_token_and_no_token_take_one_line(server, trained, monkeypatch, call, tmp_path):
-    line = "export", trained.ckpt, tmp_path / "out", "--overwrite", "--push", "ada/drafter"
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.delenv("HF_TOKEN")
-    assert "nobody is logged in to the hub" in call(run_drafters, *line).one_line_error("drafters")
-    assert server.requests == [] and not (tmp_path / "out").exists()
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong_token")
-    refused = call(run_drafters, *line)
-    assert "cannot upload to ada/drafter: Invalid token" in refused.one_line_error("drafters")
-    assert "hf_wrong_token" not in refused.err
 
 
 def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused(
@@ -251,8 +233,6 @@ def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused
     with pytest.raises(ValueError, match=r"cannot download ada/none@main .not found.: check the name and the revision"):
         drafter_specs.make("ctc=ada/none@main", Runner(tiny_base))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="cannot upload to ada/drafter: "):
-        export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(ValueError, match=r"Connection refused.*go online"):
         find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)

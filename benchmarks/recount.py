@@ -1,6 +1,6 @@
 """Published answers counted again by every convention: those of EAGLE, Spec-Bench, CTC-drafter and `drafters eval`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ResultTable, main, show
-from data.files import read_json_lines, reading
+from data.files import open_bytes, parse_line, reading
 from inference.evaluate.intervals import quotient
 
 
@@ -77,6 +77,19 @@ def parse(row: dict[str, Any]) -> Recorded:
     if min(tokens, index or 0, seconds or 0) < 0:
         raise ValueError("a count is negative")
     return Recorded(choice["turns"], tokens, index, steps, emitted, seconds)
+
+
+def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place, such as ``FILE line 3``, and the value of each line that is not empty.
+
+    Raises ValueError if the file cannot be read, or a line is not JSON. The message names the file and the line.
+    """
+    with reading(path), open_bytes(path) as stream:
+        for number, line in enumerate(stream, 1):
+            with reading(place := f"{path} line {number}"):
+                value = parse_line(line) if line.strip() else None
+            if line.strip():
+                yield place, value
 
 
 def pair(answers: dict[int, Recorded], baseline: dict[int, Recorded]) -> Pairs:

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from benchmarks.harness import main
+from benchmarks.recount import read_json_lines
 from data.benchmarks import Question, load_questions
 from data.conversations import Message, user_message
-from data.files import read_json_lines, reading
+from data.files import reading
 from data.safe_text import safe_text
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs

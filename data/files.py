@@ -70,19 +70,6 @@ def read_json(path: str | Path, remedy: str = "") -> Any:
         return json.loads(stream.read().decode("utf-8-sig"))
 
 
-def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place, such as ``FILE line 3``, and the value of each line that is not empty.
-
-    Raises ValueError if the file cannot be read, or a line is not JSON. The message names the file and the line.
-    """
-    with reading(path), open_bytes(path) as stream:
-        for number, line in enumerate(stream, 1):
-            with reading(place := f"{path} line {number}"):
-                value = parse_line(line) if line.strip() else None
-            if line.strip():
-                yield place, value
-
-
 def parse_line(line: bytes) -> Any:
     """Parse a line of JSON, or raise ValueError with what is wrong."""
     try:

@@ -104,6 +104,7 @@ GOOD = choice(["a"], [1], [2], [1.0])
     ("rows", "said"),
     [
         ("[1]", "line 1: list indices must be integers"),
+        ("\n\n[", "bad.jsonl line 3: invalid JSON"),
         ([(1, {"turns": ["a"], "idxs": [1]})], "line 1: no 'new_tokens'; it is not a recorded answer"),
         ([(1, choice(["a"], [1], [-2], [1.0]))], "a count is negative"),
         ([(3, GOOD)], "question 3: the baseline has no answer of as many turns: pass the same questions"),

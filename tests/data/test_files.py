@@ -19,7 +19,6 @@ from data.files import (
     disk_errors,
     output_lock,
     read_json,
-    read_json_lines,
     reading,
     validated,
     write_checksums,
@@ -56,12 +55,6 @@ def test_damaged_json_is_one_line_with_the_file_the_line_and_the_remedy(tmp_path
     path.write_bytes(text)
     with pytest.raises(ValueError, match=rf"^\S*damaged.jsonl( line 1)?: .*{reason}.*; fetch it again$"):
         read_json(path, "fetch it again")
-    path.write_bytes(b"[1]\n\n" + text + b"\n")
-    lines = read_json_lines(path)
-    assert next(lines) == (f"{path} line 1", [1])
-    if text:
-        with pytest.raises(ValueError, match=rf"^\S*damaged.jsonl line 3: .*{reason}"):
-            next(lines)
 
 
 @pytest.mark.parametrize(

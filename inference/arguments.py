@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from data.safe_text import safe_line
 
 T = TypeVar("T", bound=Callable[..., Any])
-LOWEST_TEMPERATURE = 1e-5  # of sampling: lower ones decode greedily
+LOWEST_TEMPERATURE = 1e-5  # of sampling; lower ones, by which logits would overflow, decode greedily, as in vLLM
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 

@@ -4,9 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from statistics import median
-from typing import Annotated, Any
-
-from pydantic import AliasChoices, Field
+from typing import Any
 
 from data.templates import ReasoningMarks
 from inference.evaluate.answers import Answer, Turn, count_tokens, decode_steps, median_answers, turns_of
@@ -16,8 +14,6 @@ from inference.verifier import session
 from inference.verifier.session import PHASES, Step
 
 SHORTEST = 256  # tokens; each further range of lengths begins at twice the length
-
-EFFICIENCY = AliasChoices("draft_efficiency", "hit_ratio")  # its name in folders from before 29 November 2026
 
 Terms = tuple[float, int, float, int]  # seconds and tokens of the baseline, then of the drafter
 
@@ -43,7 +39,7 @@ class AcceptanceFigures:
     fed_per_step: Figure | None = None  # mean number of tokens fed to the base per step
     scratch_per_step: Figure | None = None  # of them, those that could not be accepted
     draft_forwards_per_step: Figure | None = None  # forwards of a draft module or model
-    draft_efficiency: Annotated[Figure | None, Field(validation_alias=EFFICIENCY)] = None  # accepted / fed draft tokens
+    draft_efficiency: Figure | None = None  # accepted / fed draft tokens
     accepted_per_step: Figure | None = None  # accepted draft tokens / base forwards: ANPD's alpha (section 4.5) times K
     fed_per_token: Figure | None = None  # tokens fed for each emitted token
     wasted_per_token: Figure | None = None  # of them, those that are neither a root nor accepted

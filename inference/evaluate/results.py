@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from data.files import read_json, reading, validated, write_text
 from inference.evaluate.answers import Answer, median_answers, read_answers
@@ -42,7 +41,7 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
         raise ValueError(f"{folder} holds no results.json: give a folder that `drafters eval --out` wrote")
     with reading(path, "run this version's `drafters eval` again"):
         content = read_json(path)
-        conditions = validated(RunConditions, _with_device(content["conditions"]))
+        conditions = validated(RunConditions, content["conditions"])
         record = validated(RunRecord, content["run"])
         listed = validated(dict[str, list[Summary]], content["results"])
         if not listed or not all(listed.values()):
@@ -74,10 +73,3 @@ def _by_repeat(answers: Sequence[Answer]) -> list[list[Answer]]:
         repeats.setdefault(answer.repeat, {})[answer.question_id] = answer
     ids = list(repeats[min(repeats)])
     return [[repeat[number] for number in ids] for repeat in repeats.values() if repeat.keys() >= set(ids)]
-
-
-def _with_device(conditions: dict[str, Any]) -> dict[str, Any]:
-    """Conditions as versions before 0.2 wrote them, with several devices, or as they are."""
-    if "devices" in conditions:
-        conditions["device"] = ", ".join(conditions.pop("devices")).replace("cuda:0", "cuda")
-    return conditions

@@ -20,8 +20,6 @@ from inference.arguments import LOWEST_TEMPERATURE
 from inference.verifier.acceptance import accept, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
 
-"""Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
-
 
 @dataclass(frozen=True)
 class TreeLogits:

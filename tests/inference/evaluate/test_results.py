@@ -79,24 +79,6 @@ def test_figures_that_no_evaluation_can_have_are_refused_by_name(make_folder, pa
     assert f"{path[-1]}" in str(error.value) or "answers cannot be identical" in str(error.value)
 
 
-def test_folders_of_versions_with_several_devices_are_read(make_folder):
-    folder = Path(make_folder("a"))
-    content = json.loads((folder / "results.json").read_text())
-    content["conditions"]["devices"] = [content["conditions"].pop("device")]
-    (folder / "results.json").write_text(json.dumps(content))
-    assert read(folder).conditions == read(make_folder("b")).conditions
-
-
-def test_the_draft_efficiency_of_versions_that_called_it_hit_ratio_is_read(make_folder):
-    folder = Path(make_folder("a"))
-    content = json.loads((folder / "results.json").read_text())
-    for summary in content["results"]["mt_bench"]:
-        summary["acceptance"]["hit_ratio"] = summary["acceptance"].pop("draft_efficiency")
-    (folder / "results.json").write_text(json.dumps(content))
-    assert read(folder).summaries == (expected := read(make_folder("b")).summaries)
-    assert any(summary.acceptance.draft_efficiency for summary in expected["mt_bench"].values())
-
-
 def test_several_folders_have_names_of_their_own(make_folder, tmp_path):
     first = make_folder("a")
     (tmp_path / "other").mkdir()

@@ -4,7 +4,9 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 
 - docs/results/ctc.md, ctc_variants.md: `learned_drafters` (learned drafters by nodes, kind of draft tree
   and length of the training, and Table 2 of the CTC paper; ``--arms '[fair]'`` gives every method four optimizers)
-- docs/papers.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make)
+- docs/papers.md: `paper_figures` (figures of the training-free papers that `drafters eval` does not make) and `recount`
+  (published answers by every counting convention, those of the CTC paper among them)
+- docs/results/replay.md: `replay` (drafters that read only tokens, on recorded answers)
 - docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and graphed) and
   `against_transformers` (our drafters beside transformers' own `generate`)
 - docs/results/engines.md: `engines` (servers of several engines on one machine, those of engines.txt).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,11 +18,14 @@ import torch
 from benchmarks.harness import ResultTable, alternate, main, show
 from data.benchmarks import Question
 from data.conversations import user_message
-from data.files import reading
+from data.files import hash_of, reading, validated
 from inference.evaluate import intervals
 from inference.evaluate.server import Server
+from inference.journal import Journal
 from inference.options import QuestionOptions
+from inference.runs import fingerprint
 from inference.server_process import free_port, running_server
+from inference.timing import processor_name
 from inference.verifier.base import load_base_info
 
 START_SECONDS = 600.0
@@ -37,6 +41,9 @@ class Timed(NamedTuple):
     first: float
 
 
+Entry = tuple[str, str, int, Timed]  # of the file that keeps answers: benchmark, server, index of the question, answer
+
+
 def engines(
     base: str,
     servers: str = "benchmarks/engines.txt",
@@ -46,12 +53,16 @@ def engines(
     limit: int = 8,
     max_new_tokens: int = 128,
     out: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Start OpenAI-compatible servers, ask them for greedy answers to the same first turns in turns, and compare times.
 
     All servers run at once, and one request is on its way at any time. Each line of the file has a name, a colon and
     the shell command that starts a server at $PORT. Other variables are the user's; a line with an unset one is left
     out. The answers of `X + DRAFTER` are compared with those of `X`.
+
+    With ``out`` the command continues when it is repeated: servers whose answers are all there are not started again,
+    and a drafter that remembers texts has forgotten those before.
 
     Args:
         base: Folder or hub id of the base, whose tokenizer encodes prompts and counts tokens.
@@ -61,13 +72,28 @@ def engines(
         rows: Rows of each benchmark, as in `drafters eval`.
         limit: Maximum number of questions of each benchmark.
         max_new_tokens: Maximum number of tokens of an answer.
-        out: Markdown file to write.
+        out: Markdown file to write; the answers are kept beside it, in a file with .jsonl behind this name.
+        overwrite: Replace answers that are there under other conditions.
     """
     info, options = load_base_info(base), QuestionOptions(benchmark, limit, rows, max_new_tokens)
     selected, commands, tables = options.select(info, options.load()), read_servers(servers, only), []
+    conditions = {
+        "base": [base, fingerprint(base)],
+        "servers": {name: [command, identity(command)] for name, command in commands.items()},
+        "questions": {name: hash_of([each.as_dict() for each in asked.questions]) for name, asked in selected.items()},
+        "max_new_tokens": max_new_tokens,
+        "machine": processor_name(),
+    }
     with ExitStack() as stack:
+        journal = stack.enter_context(Journal(f"{out}.jsonl", conditions, overwrite)) if out else None
+        answers: dict[str, dict[tuple[str, int], Timed]] = {title: {} for title in selected}
+        for title, name, item, timed in journal.entries(partial(validated, Entry)) if journal else ():
+            answers[title][name, item] = timed
+        num_known = Counter(name for known in answers.values() for name, _ in known)
         started = dict[str, Server]()
         for name, command in commands.items():
+            if num_known[name] == sum(len(asked.questions) for asked in selected.values()):
+                continue
             port, log = free_port(), Path("runs/engines") / f"{re.sub(r'[^a-zA-Z0-9.]+', '_', name)}.log"
             server = started[name] = Server(f"http://127.0.0.1:{port}", info, "tokenizer", is_ours=True)
             client = stack.enter_context(closing(server.client))
@@ -78,11 +104,13 @@ def engines(
             questions, prompts = [replace(each, turns=each.turns[:1]) for each in asked.questions], asked.prompts
             for server in started.values():
                 server.probe(questions[0], prompts[0][::-1])  # the first request is slow
-            answers = {
-                (name, item): ask(started[name], questions[item], prompts[item], max_new_tokens)
-                for _, item, name in alternate([*started], len(questions), 1, title)
-            }
-            tables.append(comparison(title, [*started], answers, len(questions)))
+            for _, item, name in alternate([*commands], len(questions), 1, title):
+                if (name, item) not in answers[title]:
+                    timed = ask(started[name], questions[item], prompts[item], max_new_tokens)
+                    answers[title][name, item] = timed
+                    if journal:
+                        journal.append([title, name, item, timed])
+            tables.append(comparison(title, [*commands], answers[title], len(questions)))
     tables[-1].notes += [f"{name}: `{command}`" for name, command in commands.items()]
     show(tables, torch.device("cpu"), out)
 
@@ -109,6 +137,12 @@ def read_servers(path: str, only: Sequence[str] = ()) -> dict[str, str]:
     if not found or {*only} - {*names}:
         raise ValueError(f"{path} has no server to start: it knows {', '.join(names)}; --only names {[*only]}")
     return found
+
+
+def identity(command: str) -> str:
+    """A hash of a command with the values of its variables, and of the files and folders whose paths it names."""
+    line = os.path.expandvars(command)
+    return hash_of([line, *(fingerprint(path) for path in re.split(r"[\s=:'\"]+", line) if "/" in path)], 16)
 
 
 def ask(server: Server, question: Question, prompt: list[int], max_new_tokens: int) -> Timed:

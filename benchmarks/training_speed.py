@@ -206,10 +206,11 @@ def cells(step: TrainingStep, repeats: int) -> list[str]:
     phases = [step.seconds() for _ in range(repeats)]
     steps = [sum(each.values()) for each in phases]
     middle = median(steps)
+    options = getattr(step.drafter, "loss_options", step.drafter)
     shares = [median(each[name] / total for each, total in zip(phases, steps, strict=True)) for name in phases[0]]
     return [
         f"{sum(weight.numel() for weight in step.drafter.parameters()) / 1e6:.1f}",
-        str(getattr(step.drafter, "num_anchors", "")),
+        str(getattr(options, "num_anchors", "")),
         f"{step.ids.numel() / middle:.1f}",
         f"{middle:.2f}",
         *(f"{share:.0%}" for share in shares),

@@ -104,11 +104,12 @@ def test_the_bushy_tree_contains_the_most_probable_nodes():
 
 @pytest.mark.slow
 def test_training_speed_in_small(tmp_path):
-    out, configs = tmp_path / "out.md", ["eagle.yaml", "medusa.yaml"]
+    out, configs = tmp_path / "out.md", ["eagle.yaml", "medusa.yaml", "ctc.yaml"]
     sizes = {"shape": "draft", "vocab_size": 90, "length": 24, "anchors": [4, 8]}
     training_speed.training_speed(configs, **sizes, device="cpu", repeats=2, out=str(out))
     _, _, *table = rows(out.read_text())
-    assert [(row[0], row[2]) for row in table] == [("eagle", ""), ("medusa", "4"), ("medusa", "8")]
+    sampled = [(name, anchors) for name in ("medusa", "ctc") for anchors in ("4", "8")]
+    assert [(row[0], row[2]) for row in table] == [("eagle", ""), *sampled]
     assert all(sum(float(cell.strip("%")) for cell in row[5:9]) == pytest.approx(100, abs=3) for row in table)
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "chat": Command("inference.commands:chat", "talk to a base in the terminal and watch its drafter"),
     "serve": Command("inference.serve.command:serve", "serve a base with a drafter, with a page that shows every step"),
     "serve-command": Command(
-        "inference.commands:serve_command", "print the command that serves a drafter in vLLM", ("drafter",)
+        "inference.commands:serve_command", "print the command that serves a drafter in vLLM or llama.cpp", ("drafter",)
     ),
     "regenerate": Command("inference.commands:regenerate", "let the base answer the prompts of a data set"),
     "export": Command("train.commands:export", "turn a checkpoint into a drafter folder", ("ckpt", "out")),

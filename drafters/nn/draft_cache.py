@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.nn import graph
 from drafters.nn.anchor_attention import BLOCK
-from drafters.nn.graph import Graph, HostBuffer
 from drafters.nn.table import Table
 from drafters.protocol import UNLIMITED, BaseWeights, LearnedDrafter, Limits, StepResult
 from drafters.tree import DraftTree
@@ -152,7 +152,7 @@ class CachingDrafter(LearnedDrafter):
     num_found = 0  # numbers that `found_in` returns
     num_passes = 1  # of the draft module in a CUDA graph
     num_slots = 0  # positions behind the text in which a draft in a CUDA graph keeps keys and values of its own
-    _graph: Graph[Table] | None = None
+    _graph: Callable[[], Table] | None = None
     _num_positions = 0  # of a text in a CUDA graph; 0 for none
     _cannot_be_captured = False  # found out once
 
@@ -259,7 +259,7 @@ class CachingDrafter(LearnedDrafter):
         rows = self._rows = weights.embedding.new_zeros(1, NUM_ROWS, width)  # hidden states of new positions
         # What the host says: where the text ends, its new tokens, what is found in it, and the end-of-sequence tokens.
         sizes = 4, NUM_ROWS + 1, self.num_found, NUM_ENDS
-        inputs = HostBuffer(sum(sizes), device=device)
+        inputs = graph.HostBuffer(sum(sizes), device=device)
         self._host, self._numbers = inputs, np.split(inputs.numbers, np.cumsum(sizes)[:-1])
         ends, tokens, found, eos = inputs.device.split(sizes)
         start, position, first, token = ends[:, None, None]
@@ -281,7 +281,7 @@ class CachingDrafter(LearnedDrafter):
         self._numbers[0][1] = 1  # at least one position is cached
         inputs.send()
         try:
-            self._graph = Graph(draft, device)
+            self._graph = graph.captured(draft, device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of torch's compilers, too
@@ -291,8 +291,8 @@ class CachingDrafter(LearnedDrafter):
 
     def _replay(self, hidden: Tensor | None, seq: Sequence[int], limits: Limits) -> DraftTree:
         """Draft in the graph, which also takes over the hidden states (n, F * D) of new positions."""
-        cache, graph, start = self._cache, self._graph, self._cache.length
-        assert graph is not None
+        cache, drafted, start = self._cache, self._graph, self._cache.length
+        assert drafted is not None
         if hidden is not None:
             self._rows[0, : len(hidden)] = hidden
             cache.advance(len(hidden))
@@ -303,7 +303,7 @@ class CachingDrafter(LearnedDrafter):
         found[:] = self.found_in(seq)
         self._host.send()
         self.draft_forwards += self.num_passes
-        return self.trees_from(graph().on_host(), limits)[0]
+        return self.trees_from(drafted().on_host(), limits)[0]
 
     # ---- on a known text
 

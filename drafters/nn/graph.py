@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,31 +12,16 @@ T = TypeVar("T")
 NUM_WARM_UP = 2  # calls before the capture: they compile, choose kernels and allocate workspaces
 
 
-class Graph(Generic[T]):
-    """A function that is called once for each input, although its inputs and results stay at their addresses.
+@torch.inference_mode()
+def captured(function: Callable[[], T], device: torch.device) -> Callable[[], T]:
+    """Capture a function in a CUDA graph, and return what replays it with one launch; elsewhere what calls it.
 
     The function takes no arguments: it reads tensors, writes tensors, and returns tensors, whose values the next call
-    overwrites. It must not wait for the device, and everything that changes from call to call must be in a tensor. On a
-    GPU it is captured now, and then replayed with one launch; elsewhere it is called.
-    """
-
-    def __init__(self, function: Callable[[], T], device: torch.device) -> None:
-        self._replay = captured(function, device)
-
-    @torch.inference_mode()
-    def __call__(self) -> T:
-        return self._replay()
-
-
-@torch.inference_mode()
-def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """Capture a function in a CUDA graph, and return what replays it and returns the same tensors again.
-
-    Raises RuntimeError if the function waits for the device, before a capture that it would end in a state from which
-    torch does not recover.
+    overwrites. It must not wait for the device, and everything that changes from call to call must be in a tensor.
+    Raises RuntimeError if it waits, before a capture that it would end in a state from which torch does not recover.
     """
     if device.type != "cuda":
-        return function
+        return torch.inference_mode()(function)
     (stream, first), current = _capturing(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -51,7 +36,7 @@ def captured(function: Callable[[], Any], device: torch.device) -> Callable[[], 
     with torch.cuda.device(device), torch.cuda.graph(graph, **options):
         results = function()
 
-    def replay() -> Any:
+    def replay() -> T:
         graph.replay()
         return results
 

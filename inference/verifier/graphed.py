@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.nn.graph import Graph, HostBuffer
+from drafters.nn import graph
 from drafters.protocol import Drafter
 from drafters.tree import ROOT, DraftTree
 from inference.verifier.base import Base
@@ -177,14 +177,14 @@ class GraphedStep:
 
     def __init__(self, runner: GraphRunner, num_rows: int, layers: tuple[int, ...], like: ForwardOutput) -> None:
         self.num_rows, self.capacity, self._runner, self._layers = num_rows, runner.cache.capacity, runner, layers
-        self._inputs = HostBuffer(VISIBLE + num_rows, num_rows, device=runner.base.model.device)
+        self._inputs = graph.HostBuffer(VISIBLE + num_rows, num_rows, device=runner.base.model.device)
         self._outputs = runner.outputs(layers, like)
 
     def capture(self, pending: Sequence[int], tree: DraftTree, start: int) -> None:
         """Capture the step; running these tokens meanwhile, it writes nothing wrong into the cache."""
         self._inputs.numbers[:] = step_inputs(pending, tree, start, self.num_rows)
         self._inputs.send()
-        self._graph = Graph(self._run, self._inputs.device.device)
+        self._graph = graph.captured(self._run, self._inputs.device.device)
 
     def _run(self) -> None:
         runner = self._runner

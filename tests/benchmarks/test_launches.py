@@ -10,7 +10,7 @@ from drafters.nn import graph
 def test_views_are_not_counted_and_a_graph_counts_once(monkeypatch):
     counter, numbers = launches.Launches(), torch.ones(2, 3)
     monkeypatch.setattr(graph, "captured", counter.captured)
-    added = graph.Graph(lambda: numbers.add_(1).mul_(2), torch.device("cpu"))
+    added = graph.captured(lambda: numbers.add_(1).mul_(2), torch.device("cpu"))
     with counter:
         assert numbers.view(3, 2).t()[0].unsqueeze(0).shape == (1, 3)
         assert (counter.operators, counter.graphs) == (0, 0)

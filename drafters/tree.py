@@ -12,6 +12,17 @@ from torch import Tensor
 ROOT = -1
 
 
+def common_prefix(text: Sequence[object], other: Sequence[object], num_shared: int = 0) -> int:
+    """Return how many leading tokens two texts share, at least ``num_shared``, which are not compared.
+
+    >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
+    2
+    """
+    while num_shared < min(len(text), len(other)) and text[num_shared] == other[num_shared]:
+        num_shared += 1
+    return num_shared
+
+
 class Growth:
     """A tree of candidates that grows node by node, merged by common prefix."""
 

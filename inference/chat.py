@@ -13,6 +13,7 @@ from rich.text import Text
 from data.conversations import Message, user_message
 from data.safe_text import SafeConsole, safe_text
 from data.templates import decode_answer
+from drafters.tree import common_prefix
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
 from inference.options import ModelOptions, SamplingOptions
@@ -20,7 +21,7 @@ from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
 from inference.verifier.sampling import Greedy, Sampler
-from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt, common_prefix
+from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, Step, check_prompt
 
 ACCEPTED = "green"
 WARM_UP_TOKENS = 4

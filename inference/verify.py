@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.safe_text import SafeConsole
 from drafters.protocol import NoDrafter
+from drafters.tree import common_prefix
 from inference import drafter_specs
 from inference.options import ModelOptions, SamplingOptions, VerifyQuestions
 from inference.runs import progress_bars
@@ -25,7 +26,7 @@ from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
 from inference.verifier.layers import model_logits
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Session, Step, acceptance_length, check_prompt, common_prefix
+from inference.verifier.session import Session, Step, acceptance_length, check_prompt
 
 MAX_SHOWN_DIVERGENCES = 3  # of each drafter
 MAX_TESTED_PROMPTS = 4  # in the test of the distribution

@@ -6,7 +6,7 @@ from drafters.checks import check_at_least
 from drafters.protocol import Limits, RequiredOutputs, StepResult
 from drafters.training_free.draft_model import DraftModel, DraftSession
 from drafters.training_free.ngram import Gram, NgramPool
-from drafters.tree import DraftTree, Growth
+from drafters.tree import DraftTree, Growth, common_prefix
 
 
 class Ouroboros(DraftModel):
@@ -92,7 +92,7 @@ class Ouroboros(DraftModel):
         if not self.verify_phrases or len(step.tree) != len(self._tokens):  # pruned: the rows belong to other nodes
             return
         after = [row[0] for row in step.top_tokens[1:]]
-        accepted = _common(self._draft, step.emitted)
+        accepted = common_prefix(self._draft, step.emitted)
         if accepted < len(self._draft):
             self._learn_from_tail(accepted, after)
         elif self._candidates:
@@ -102,14 +102,14 @@ class Ouroboros(DraftModel):
         """Add phrases from the rejected part of the draft: segments that the base agrees with (Figure 4)."""
         draft = self._draft
         for key in range(first + 1, len(draft)):
-            num_agreed = _common(draft[key : key + self.level], after[key - 1 :])
+            num_agreed = common_prefix(draft[key : key + self.level], after[key - 1 :])
             if num_agreed > 1:
                 self.pool.insert(draft[key], draft[key + 1 : key + num_agreed])
 
     def _correct(self, emitted: list[int], after: list[int]) -> None:
         """Replace each candidate phrase by the base's tokens, except the accepted one: the oldest of the longest."""
         candidates = self._candidates[::-1]
-        num_accepted = [_common([self._tokens[node] for node in nodes], emitted) for _, nodes in candidates]
+        num_accepted = [common_prefix([self._tokens[node] for node in nodes], emitted) for _, nodes in candidates]
         longest = max(num_accepted)
         corrected: list[Sequence[int]] = []
         for index, (phrase, nodes) in enumerate(candidates):
@@ -122,8 +122,3 @@ class Ouroboros(DraftModel):
     def reset(self) -> None:
         self.pool.clear()
         super().reset()
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

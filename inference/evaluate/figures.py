@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from data.templates import ReasoningMarks
+from drafters.tree import common_prefix
 from inference.evaluate.answers import Answer, Turn, count_tokens, decode_steps, median_answers, turns_of
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, Interval, interval, quotient, ratio
 from inference.evaluate.step_times import MedianStepTimes, Rounds, step_times, timing_error
@@ -214,7 +215,7 @@ def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None
     for index, (turn, base) in enumerate(zip_longest(answer.turns, baseline.turns)):
         tokens, base_tokens = turn.token_ids if turn else [], base.token_ids if base else []
         if tokens != base_tokens or not (turn and base):
-            return index, session.common_prefix(tokens, base_tokens)
+            return index, common_prefix(tokens, base_tokens)
     return None
 
 

@@ -10,6 +10,7 @@ from data.files import atomic_write, delete_stale, write_text
 from data.safe_text import safe_text
 from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
+from drafters.tree import common_prefix
 from inference.evaluate import plots
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.conditions import describe
@@ -24,7 +25,6 @@ from inference.evaluate.tables import (
     headline,
     number,
 )
-from inference.verifier.session import common_prefix
 
 Decode = Callable[[list[int]], str]  # turns token ids into text
 

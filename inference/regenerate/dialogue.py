@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import REASONING, Conversation, Dropped, Message
 from data.templates import decode_answer, encode, encode_prompt, end_tokens, resolve_template, template_hash
 from data.tokenizer import tokenizer_hash
-from inference.verifier.session import common_prefix
+from drafters.tree import common_prefix
 
 
 @dataclass

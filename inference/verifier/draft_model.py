@@ -10,11 +10,11 @@ from torch import Tensor
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, NoDrafter
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
-from drafters.tree import DraftTree
+from drafters.tree import DraftTree, common_prefix
 from inference.verifier.base import Base
 from inference.verifier.runner import ForwardOutput, Runner
 from inference.verifier.sampling import KeyedSampler, Sampler, TreeLogits, most_probable
-from inference.verifier.session import Session, common_prefix
+from inference.verifier.session import Session
 
 
 class DraftRunner(Runner):

@@ -256,17 +256,6 @@ class Session:
         return min(len(prompt) + max_new_tokens, self.runner.context_length)
 
 
-def common_prefix(text: Sequence[object], other: Sequence[object], num_shared: int = 0) -> int:
-    """Return how many leading tokens two texts share, at least ``num_shared``, which are not compared.
-
-    >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
-    2
-    """
-    while num_shared < min(len(text), len(other)) and text[num_shared] == other[num_shared]:
-        num_shared += 1
-    return num_shared
-
-
 def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError if a prompt is empty, too long or has a token unknown to the base, or asks for no new token."""
     if not prompt:

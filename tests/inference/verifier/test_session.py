@@ -13,12 +13,13 @@ from transformers import SuppressTokensLogitsProcessor
 import drafters
 from drafters import DraftTree
 from drafters.protocol import RequiredOutputs
+from drafters.tree import common_prefix
 from inference import Speculation, drafter_specs, generate, stream
 from inference.chat import ChatSession
 from inference.verifier import sampling as sampling_module
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
-from inference.verifier.session import Session, common_prefix
+from inference.verifier.session import Session
 from tests.inference.verifier.oracles import prompt_of, written_alone
 
 

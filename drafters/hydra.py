@@ -115,9 +115,8 @@ class Hydra(HeadDrafter):
         blocks = [ResidualBlock(*sizes, 1 + head, residual) for head in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.noise = draft, loss.noise
-        self.anchors_at_once = max(
-            1, self.anchors_at_once // draft.width
-        )  # each goes through an LM head with so many rows
+        # Each goes through an LM head with so many rows.
+        self.anchors_at_once = max(1, self.anchors_at_once // draft.width)
         self.prefix = PrefixAttention(base) if heads.prefix_attention else None
 
     def encode(self, hidden: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from drafters.nn.transformer import AttentionDraftModule, Trunk
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import candidates, choose
-from drafters.trees.copies import with_passages
+from drafters.trees.copies import with_passage
 from drafters.trees.search import Candidates, SearchLimits, search
 
 
@@ -294,7 +294,8 @@ class ParallelDrafter(CachingDrafter):
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, is_chain)
         trees = self.search(candidates(parts[:-2] if self.copies else parts), search_limits)
         if self.copies:
-            trees = with_passages(trees, parts[-2], parts[-1], search_limits)
+            rows = zip(trees, parts[-1].tolist(), parts[-2].tolist(), strict=True)
+            trees = [with_passage(tree, passage, share, search_limits) for tree, passage, share in rows]
         return [tree.first(limits.max_depth) for tree in trees] if is_chain else trees
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:

@@ -34,21 +34,15 @@ class AnchoredFrames(NamedTuple):
         return torch.logaddexp(no_copy + log_probs, torch.where(self.copied, copy, IMPOSSIBLE))
 
 
-def valid_positions(loss_mask: Tensor) -> Tensor:
-    """(B, S) bool: positions that have a predecessor and whose next token is an assistant token."""
-    valid = torch.zeros_like(loss_mask)
-    valid[:, :-1] = loss_mask[:, 1:]
-    valid[:, 0] = False  # a draft at the first position would have no context
-    return valid
-
-
 def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
     """Sample up to ``num_anchors`` of each sequence's valid positions without replacement, or take all if it is 0.
 
-    Returns ``anchors`` (B, A), sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions
-    than A, which is at least 1. ``loss_mask`` (B, S) bool is true on assistant tokens.
+    Valid are those that have a predecessor and whose next token is an assistant token. Returns ``anchors`` (B, A),
+    sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions than A, which is at least 1.
+    ``loss_mask`` (B, S) bool is true on assistant tokens.
     """
-    valid = valid_positions(loss_mask)
+    valid = F.pad(loss_mask[:, 1:], (0, 1))
+    valid[:, 0] = False  # a draft at the first position would have no context
     num_sampled = int(valid.sum(1).max().clamp(1, num_anchors or None))
     scores = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
     anchors = scores.topk(num_sampled, dim=1).indices.sort(1).values

@@ -2,18 +2,8 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from drafters.tree import ROOT, DraftTree, Growth
 from drafters.trees.search import SearchLimits
-
-
-def with_passages(
-    trees: list[DraftTree], shares: np.ndarray, passages: np.ndarray, limits: SearchLimits
-) -> list[DraftTree]:
-    """`with_passage` of each of the A trees, with the probabilities (A,) that it is its passage, of (A, T)."""
-    rows = zip(trees, passages.tolist(), shares.tolist(), strict=True)
-    return [with_passage(tree, passage, share, limits) for tree, passage, share in rows]
 
 
 def with_passage(tree: DraftTree, passage: Sequence[float], share: float, limits: SearchLimits) -> DraftTree:

@@ -10,7 +10,7 @@ from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, count_tokens, decode_steps
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes
-from inference.evaluate.tables import Row, Table, number
+from inference.evaluate.tables import Row, Table, number, without_baseline
 
 ERROR_RATE = 0.05  # probability that a comparison of equal evaluations marks anything
 MIN_QUESTIONS = 10  # with fewer, the intervals of the bootstrap are too narrow
@@ -93,7 +93,7 @@ def unpaired(results: EvaluationResults, other: EvaluationResults) -> list[str]:
     pairings = _pairings(results, other)
     paired = [(pairing.benchmark, pairing.names[0]) for pairing in pairings]
     for benchmark in (name for name in results.summaries if name in other.summaries):
-        names = (name for name in _drafters(results, benchmark) if (benchmark, name) not in paired)
+        names = (name for name in without_baseline(results.summaries[benchmark]) if (benchmark, name) not in paired)
         lines += [f"{benchmark}: the drafter {name}" for name in names]
     for pairing in pairings:
         answered, others = (_with_steps(pairs) for pairs in (pairing.before, pairing.after))
@@ -141,7 +141,7 @@ def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pair
     """The drafters of the same name; a single drafter on each side is compared whatever it is called."""
     pairings = []
     for benchmark in (name for name in before.summaries if name in after.summaries):
-        names, others = (_drafters(results, benchmark) for results in (before, after))
+        names, others = (without_baseline(results.summaries[benchmark]) for results in (before, after))
         pairs = [(name, name) for name in names if name in others]
         if not pairs and len(names) == len(others) == 1:
             pairs = [(names[0], others[0])]
@@ -151,10 +151,6 @@ def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pair
             errors = [results.summaries[benchmark][name].speed.timing_error for results, name in sides]
             pairings.append(_Pairing(benchmark, pair, old, new, (errors[0], errors[1])))
     return pairings
-
-
-def _drafters(results: EvaluationResults, benchmark: str) -> list[str]:
-    return [name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline]
 
 
 def _answers(results: EvaluationResults, benchmark: str, drafter: str) -> dict[int, tuple[Answer, Answer]]:

@@ -166,7 +166,7 @@ def benchmark_tables(by_drafter: Mapping[str, Summary]) -> list[Table]:
     """The tables of a benchmark that have something to show."""
     tables = [drafters_table(by_drafter), quality_table(by_drafter)]
     if any(len(summary.by_category) > 1 for summary in by_drafter.values()):
-        categories = {name: by_drafter[name].by_category for name in _without_baseline(by_drafter)}
+        categories = {name: by_drafter[name].by_category for name in without_baseline(by_drafter)}
         tables.append(overview_table("category", categories))
     tables.append(positions_table({name: summary.by_position for name, summary in by_drafter.items()}))
     return [table for table in tables if table.rows]
@@ -254,7 +254,7 @@ def evaluations_table(evaluations: Sequence[EvaluationResults]) -> Table:
     figures: dict[str, dict[str, Summary | Category | None]] = {}
     for results in evaluations:
         for benchmark, by_drafter in results.summaries.items():
-            for drafter in _without_baseline(by_drafter):
+            for drafter in without_baseline(by_drafter):
                 name = f"{results.name}: {drafter}" if len(evaluations) > 1 else drafter
                 figures.setdefault(name, {})[benchmark] = by_drafter[drafter]
     table = overview_table("benchmark", figures)
@@ -308,7 +308,7 @@ def fastest(results: EvaluationResults) -> str | None:
     """The drafter with the highest geometric mean of speed-ups, of those that answered the most benchmarks."""
     speeds: dict[str, list[float | None]] = {}
     for by_drafter in results.summaries.values():
-        for name in _without_baseline(by_drafter):
+        for name in without_baseline(by_drafter):
             speeds.setdefault(name, []).append(by_drafter[name].speed.best.value)
     return max(speeds, key=lambda name: (len(speeds[name]), _geometric_mean(speeds[name])), default=None)
 
@@ -322,7 +322,8 @@ def _geometric_mean(values: Iterable[float | None]) -> float:
     return geometric_mean(measured) if measured else 0.0
 
 
-def _without_baseline(by_drafter: Mapping[str, Summary]) -> list[str]:
+def without_baseline(by_drafter: Mapping[str, Summary]) -> list[str]:
+    """The names of the drafters on a benchmark, without the baselines."""
     return [name for name, summary in by_drafter.items() if not summary.is_baseline]
 
 

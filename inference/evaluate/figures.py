@@ -155,14 +155,14 @@ def summarise(rounds: Rounds, baseline: Rounds) -> Summary:
     times, base_times = MedianStepTimes(rounds), MedianStepTimes(baseline)
     timed = [_terms(*pair, times.seconds(pair[0]), base_times.seconds(pair[1])) for pair in pairs]
     walls = [_terms(*pair, pair[0].seconds, pair[1].seconds) for pair in pairs]
-    turns = turns_of(answers)
+    turns, seconds = turns_of(answers), sum(answer.seconds for answer in answers)
     speed = SpeedFigures(
-        seconds=_seconds(turns),
-        tokens_per_second=quotient(count_tokens(turns), _seconds(turns)),
+        seconds=seconds,
+        tokens_per_second=quotient(count_tokens(turns), seconds),
         speedup=_speedup(timed),
         timing_error=timing_error(times, base_times),
         wall=_speedup(walls),
-        median_seconds=sum(seconds for *_, seconds, _ in timed),
+        median_seconds=sum(map(times.seconds, answers)),
         peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
         phase_seconds=_phase_seconds(turns),
     )
@@ -258,21 +258,11 @@ class DraftCounts:
     fed: int  # all tokens that they fed to the base
 
     def figures(self) -> dict[str, Any]:
-        """The fields of an `AcceptanceFigures` that follow from these sums."""
-        return {
-            "fed_per_step": quotient(self.fed, self.steps),
-            "draft_efficiency": quotient(self.accepted, self.drafted),
-            "accepted_per_step": quotient(self.accepted, self.steps),
-            "fed_per_token": quotient(self.fed, self.emitted),
-            "wasted_per_token": quotient(self.fed - self.steps - self.accepted, self.emitted),
-            "conventions": self.by_convention(),
-        }
+        """The fields of an `AcceptanceFigures` that follow from these sums.
 
-    def by_convention(self) -> dict[str, float]:
-        """The acceptance length as each tool counts it, by the tool's name for it; without those that are unknown.
-
-        Ours excludes the prefills; Ouroboros counts them and the tokens that they emit; SGLang counts these tokens, but
-        not the prefills as steps; vLLM counts only steps with drafts, and adds 1 for the bonus token.
+        Of the conventions, ours excludes the prefills; Ouroboros counts them and the tokens that they emit; SGLang
+        counts these tokens, but not the prefills as steps; vLLM counts only steps with drafts, and adds 1 for the bonus
+        token.
         """
         tokens, vllm = self.emitted + self.prefill_tokens, quotient(self.accepted, self.drafting_steps)
         lengths = {
@@ -281,7 +271,14 @@ class DraftCounts:
             "accept length (SGLang)": quotient(tokens, self.steps),
             "mean acceptance length (vLLM)": None if vllm is None else 1 + vllm,
         }
-        return {name: length for name, length in lengths.items() if length is not None}
+        return {
+            "fed_per_step": quotient(self.fed, self.steps),
+            "draft_efficiency": quotient(self.accepted, self.drafted),
+            "accepted_per_step": quotient(self.accepted, self.steps),
+            "fed_per_token": quotient(self.fed, self.emitted),
+            "wasted_per_token": quotient(self.fed - self.steps - self.accepted, self.emitted),
+            "conventions": {name: length for name, length in lengths.items() if length is not None},
+        }
 
 
 def count_drafts(turns: Sequence[Sequence[Step]]) -> DraftCounts:
@@ -375,14 +372,10 @@ def _speedup(terms: Sequence[Terms]) -> Estimate:
     return Estimate((base_seconds / base_tokens) / (seconds / tokens), bounds)
 
 
-def _seconds(turns: Iterable[Turn]) -> float:
-    return sum(turn.seconds for turn in turns)
-
-
 def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
     """Seconds of each of `PHASES` without the prefills, followed by ``prefill`` and ``other``, the rest of the time."""
     steps = decode_steps(turns)
     seconds = {phase: sum(step.seconds[index] for step in steps) for index, phase in enumerate(PHASES)}
     seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
-    seconds["other"] = max(0.0, _seconds(turns) - sum(seconds.values()))
+    seconds["other"] = max(0.0, sum(turn.seconds for turn in turns) - sum(seconds.values()))
     return seconds

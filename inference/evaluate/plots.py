@@ -15,7 +15,7 @@ from inference.evaluate.intervals import Estimate
 
 Summaries = Mapping[str, Summary]  # of one benchmark, by drafter
 Colours = Mapping[str, str]  # by drafter
-Points = Sequence[tuple[float, Estimate]]
+Points = Sequence[tuple[float, float | None]]
 
 VANILLA_GREY = "#969ba3"
 PALETTE = ("#3f7fdb", "#e2803a", "#2ea583", "#c4579f", "#8b6fd8", "#cfa02a", "#45acc9", "#d65a5a", "#7d9a3c", "#a5765a")
@@ -93,7 +93,7 @@ def plot_bars(
 def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     """A line for each drafter: the share of steps that accept at least d draft tokens."""
     percents = {name: [100 * (rate.rate.value or 0) for rate in s.acceptance.rates] for name, s in summaries.items()}
-    points = {name: [(at, Estimate(share)) for at, share in enumerate(shares, 1)] for name, shares in percents.items()}
+    points = {name: list(enumerate(shares, 1)) for name, shares in percents.items()}
     labels = "d, draft tokens", "% of steps"
     figure, axes = _lines("Steps that accept at least d draft tokens", points, colours, labels)
     deepest = max([1, *(sum(share >= 1 for share in shares) for shares in percents.values())])
@@ -106,11 +106,11 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
 
 def plot_concurrency(summaries: Summaries, colours: Colours) -> Figure:
     """A line for each drafter: its tokens per second / the baseline's, by the number of requests at once."""
-    points: dict[str, list[tuple[float, Estimate]]] = {}
+    points: dict[str, list[tuple[float, float | None]]] = {}
     levels = set()
     for summary in sorted(summaries.values(), key=lambda summary: summary.concurrency or 0):
         if summary.concurrency and not summary.is_baseline:
-            points.setdefault(summary.drafter, []).append((summary.concurrency, summary.speed.wall))
+            points.setdefault(summary.drafter, []).append((summary.concurrency, summary.speed.wall.value))
             levels.add(summary.concurrency)
     by_drafter = {summary.drafter: colours[summary.name] for summary in summaries.values()}
     labels = "requests at once; dashed: the baseline", "tokens/s, × the baseline's"
@@ -132,8 +132,8 @@ def _figure(height: float, title: str) -> tuple[Figure, Axes]:
 def _lines(title: str, points: Mapping[str, Points], colours: Colours, labels: tuple[str, str]) -> tuple[Figure, Axes]:
     """A line for each drafter that has points; ``labels`` are those of the x and y axes."""
     figure, axes = _figure(3.5, title)
-    for name, estimates in points.items():
-        values = [(x, estimate.value) for x, estimate in estimates if estimate.value is not None]
+    for name, listed in points.items():
+        values = [(x, y) for x, y in listed if y is not None]
         if values:
             label = name if len(name) <= 40 else f"{name[:39]}…"
             axes.plot(*zip(*values, strict=True), color=colours[name], label=label, marker="o")

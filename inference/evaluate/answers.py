@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -228,14 +229,9 @@ class AnswerFiles:
 
     def rounds(self, benchmark: str, drafters: Sequence[str], ids: Sequence[int]) -> dict[str, list[list[Answer]]]:
         """Each drafter's answers of each repeat, in the order of the ids; only repeats that are complete for all."""
-        count = 0
-        while all((count, number) in self.answers(benchmark, name) for name in drafters for number in ids):
-            count += 1
-        rounds = {}
-        for name in drafters:
-            answers = self.answers(benchmark, name)
-            rounds[name] = [[answers[repeat, number] for number in ids] for repeat in range(count)]
-        return rounds
+        rounds = {name: complete_repeats(self.answers(benchmark, name), ids) for name in drafters}
+        num_complete = min(map(len, rounds.values()))
+        return {name: repeats[:num_complete] for name, repeats in rounds.items()}
 
     def add(self, benchmark: str, answer: Answer) -> None:
         """Add an answer; it is on the disk when this returns. An event must have been added before."""
@@ -284,6 +280,12 @@ class AnswerFiles:
 
 def _key(answer: Answer) -> Key:
     return answer.repeat, answer.question_id
+
+
+def complete_repeats(answers: Mapping[Key, Answer], ids: Sequence[int]) -> list[list[Answer]]:
+    """The answers of each repeat, in the order of the ids, up to the first repeat that lacks some."""
+    repeats = takewhile(lambda repeat: all((repeat, number) in answers for number in ids), count())
+    return [[answers[repeat, number] for number in ids] for repeat in repeats]
 
 
 def read_answers(folder: Path) -> Iterator[tuple[str, Journal, list[Answer]]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.files import read_json, reading, validated, write_text
-from inference.evaluate.answers import Answer, median_answers, read_answers
+from inference.evaluate.answers import Answer, complete_repeats, median_answers, read_answers
 from inference.evaluate.conditions import RunConditions, RunRecord
 from inference.evaluate.figures import Summary
 
@@ -50,9 +50,10 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
     answers: Answers = {benchmark: {} for benchmark in summaries}
     recorded = {(benchmark, answers[0].drafter): answers for benchmark, _, answers in read_answers(Path(folder))}
     for benchmark, by_drafter in summaries.items():
-        for drafter in by_drafter:
-            if (benchmark, drafter) in recorded:
-                answers[benchmark][drafter] = median_answers(_by_repeat(recorded[benchmark, drafter]))
+        for drafter in (name for name in by_drafter if (benchmark, name) in recorded):
+            by_key = {(answer.repeat, answer.question_id): answer for answer in recorded[benchmark, drafter]}
+            ids = [number for repeat, number in by_key if repeat == 0]
+            answers[benchmark][drafter] = median_answers(complete_repeats(by_key, ids))
     return EvaluationResults(conditions, record, summaries, answers, name or Path(folder).resolve().name)
 
 
@@ -64,12 +65,3 @@ def read_all(folders: Sequence[str]) -> list[EvaluationResults]:
     names = Counter(path.name for path in paths)
     pairs = zip(folders, paths, strict=True)
     return [read(folder, path.name if names[path.name] == 1 else str(folder)) for folder, path in pairs]
-
-
-def _by_repeat(answers: Sequence[Answer]) -> list[list[Answer]]:
-    """The answers of each repeat in the order of the first one; a repeat that lacks some is left out."""
-    repeats: dict[int, dict[int, Answer]] = {}
-    for answer in answers:
-        repeats.setdefault(answer.repeat, {})[answer.question_id] = answer
-    ids = list(repeats[min(repeats)])
-    return [[repeat[number] for number in ids] for repeat in repeats.values() if repeat.keys() >= set(ids)]

@@ -83,9 +83,13 @@ class RunConditions:
 
 
 def make_conditions(
-    model: ModelOptions, selection: QuestionOptions, prompts: Mapping[str, BenchmarkPrompts], **conditions: Any
+    model: ModelOptions,
+    selection: QuestionOptions,
+    prompts: Mapping[str, BenchmarkPrompts],
+    packages: Sequence[str],
+    **conditions: Any,
 ) -> RunConditions:
-    """The conditions of an evaluation of these questions; the others are given by the source of the answers."""
+    """The conditions of an evaluation of these questions with packages; the source of the answers gives the others."""
     benchmarks = {
         name: BenchmarkConditions(
             hash_of([[question.as_dict() for question in prompts[name].questions]], 16), selection.caps()[name]
@@ -95,6 +99,7 @@ def make_conditions(
     return RunConditions(
         base=model.base,
         base_fingerprint=fingerprint(find_base(model.base)),
+        versions={"python": platform.python_version(), **{package: version(package) for package in packages}},
         template=selection.template,
         benchmarks=benchmarks,
         **conditions,
@@ -113,11 +118,6 @@ def drafter_conditions(specs: Sequence[str]) -> dict[str, DrafterConditions]:
         prints = "+".join(filter(None, map(fingerprint, files)))
         conditions[name] = DrafterConditions(spec, prints)
     return conditions
-
-
-def versions(*packages: str) -> dict[str, str]:
-    """The versions of Python and of packages."""
-    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
 @dataclass(frozen=True)

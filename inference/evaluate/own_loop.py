@@ -16,7 +16,7 @@ from data.files import validated
 from data.templates import decode_answer
 from inference import drafter_specs, timing
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, comparable, median_answers
-from inference.evaluate.conditions import OWN_LOOP, RunRecord, drafter_conditions, make_conditions, versions
+from inference.evaluate.conditions import OWN_LOOP, RunRecord, drafter_conditions, make_conditions
 from inference.evaluate.figures import Summary, summarise
 from inference.evaluate.results import Measured
 from inference.evaluate.step_times import MedianStepTimes, timing_error
@@ -68,7 +68,7 @@ class OwnLoop:
             device=device,
             machine=timing.machine_name(device),
             threads=torch.get_num_threads(),
-            versions=versions("torch", "transformers"),
+            packages=("torch", "transformers"),
             sampling=sampling,
             forward=model.forward,
             repeats=options.repeats,

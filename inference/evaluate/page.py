@@ -11,20 +11,11 @@ from data.safe_text import safe_text
 from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from drafters.tree import common_prefix
-from inference.evaluate import plots
+from inference.evaluate import plots, tables
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.conditions import describe
 from inference.evaluate.figures import acceptance_length
 from inference.evaluate.results import EvaluationResults
-from inference.evaluate.tables import (
-    COUNTING_RULE,
-    benchmark_tables,
-    evaluations_table,
-    fastest,
-    footnotes,
-    headline,
-    number,
-)
 
 Decode = Callable[[list[int]], str]  # turns token ids into text
 
@@ -50,13 +41,13 @@ def write_page(
     summaries = [s for results in evaluations for by_drafter in results.summaries.values() for s in by_drafter.values()]
     colours = plots.choose_colours(summaries)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
-    environment.filters.update(number=number)
+    environment.filters.update(number=tables.number)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         parts=[_describe(results, decode, colours, images) for results, decode in parts],
-        overview=evaluations_table(evaluations) if len(evaluations) > 1 else None,
+        overview=tables.evaluations_table(evaluations) if len(evaluations) > 1 else None,
         runs={results.name: describe(results.conditions, results.record) for results in evaluations},
         colours=colours,
-        counting_rule=COUNTING_RULE,
+        counting_rule=tables.COUNTING_RULE,
     )
     write_text(path, page)
     if plots_folder:
@@ -95,13 +86,13 @@ def _describe(
         for plot, png in plots.draw_all(by_drafter, colours).items():
             images[f"{re.sub('[^A-Za-z0-9_.-]', '-', benchmark)}-{plot}.png"] = png
             sources[plot] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        tables, notes = benchmark_tables(by_drafter), footnotes(by_drafter)
-        benchmarks.append({"name": benchmark, "tables": tables, "notes": notes, "figures": sources})
+        shown, notes = tables.benchmark_tables(by_drafter), tables.footnotes(by_drafter)
+        benchmarks.append({"name": benchmark, "tables": shown, "notes": notes, "figures": sources})
     turns = [t for by in results.answers.values() for answers in by.values() for a in answers for t in a.turns]
     return {
         "name": results.name,
         "conditions": {"base": results.conditions.base, **results.conditions.same()},
-        "headline": headline(results),
+        "headline": tables.headline(results),
         "left_out": results.record.left_out,
         "warnings": results.record.warnings,
         "benchmarks": benchmarks,
@@ -150,7 +141,7 @@ def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[di
     """
     drafters = list(dict.fromkeys(drafter for by_drafter in results.answers.values() for drafter in by_drafter))
     baselines = {name for by in results.summaries.values() for name, summary in by.items() if summary.is_baseline}
-    first = fastest(results)
+    first = tables.fastest(results)
     drafters = sorted([name for name in drafters if name not in baselines] or drafters, key=lambda name: name != first)
     count = max(1, min(MAX_ANSWERS_PER_DRAFTER, MAX_ANSWERS // max(1, len(drafters))))
     chosen = []

@@ -23,25 +23,9 @@ from data.conversations import Message, user_message
 from data.files import validated
 from data.templates import decode_answer
 from inference import timing
+from inference.evaluate import figures
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, count_tokens, turns_of
-from inference.evaluate.conditions import (
-    BASELINE,
-    DrafterConditions,
-    RunRecord,
-    drafter_conditions,
-    make_conditions,
-    versions,
-)
-from inference.evaluate.figures import (
-    AcceptanceFigures,
-    DraftCounts,
-    Latency,
-    PositionRate,
-    SpeedFigures,
-    Summary,
-    count_identical,
-    pair_answers,
-)
+from inference.evaluate.conditions import BASELINE, DrafterConditions, RunRecord, drafter_conditions, make_conditions
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
 from inference.evaluate.results import Answers, Measured, Summaries
 from inference.openai_server import OpenAIServer, ServerError, server_root, storable
@@ -206,7 +190,7 @@ class Servers:
             device=device,
             machine=machine,
             threads=None,
-            versions=versions(*packages),
+            packages=packages,
             drafters=drafters,
         )
 
@@ -261,8 +245,8 @@ class Servers:
                     answers[benchmark][run.name] = given
             few = answers[benchmark][f"{baseline} @ {self.levels[0]}"]
             for level in self.levels[1:]:
-                pairs = pair_answers(answers[benchmark][f"{baseline} @ {level}"], few)
-                if differing := len(pairs) - count_identical(pairs)["identical"]:
+                pairs = figures.pair_answers(answers[benchmark][f"{baseline} @ {level}"], few)
+                if differing := len(pairs) - figures.count_identical(pairs)["identical"]:
                     lines.append(
                         f"{baseline} itself writes {differing} of {len(pairs)} answers of {benchmark} differently with "
                         f"{level} requests at once than with {self.levels[0]}: the order of sums depends on the batch"
@@ -329,27 +313,29 @@ def _addresses(servers: Sequence[str]) -> dict[str, DrafterConditions]:
 # ---- figures
 
 
-def summarise(run: ServedRun, answers: list[Answer], base_run: ServedRun, baseline: list[Answer]) -> Summary:
+def summarise(run: ServedRun, answers: list[Answer], base_run: ServedRun, baseline: list[Answer]) -> figures.Summary:
     """Compare the answers of a run with those of the baseline."""
     turns = turns_of(answers)
     tokens, base_tokens = count_tokens(turns), count_tokens(turns_of(baseline))
     speed, base_speed = tokens / run.seconds, base_tokens / base_run.seconds
-    return Summary(
+    return figures.Summary(
         drafter=run.drafter,
         baseline=base_run.drafter,
-        **count_identical(pair_answers(answers, baseline)),
+        **figures.count_identical(figures.pair_answers(answers, baseline)),
         tokens=tokens,
         acceptance=acceptance_by_counts(run.counts, len(turns), tokens),
-        speed=SpeedFigures(run.seconds, speed, wall=Estimate(speed / base_speed)),
+        speed=figures.SpeedFigures(run.seconds, speed, wall=Estimate(speed / base_speed)),
         concurrency=run.concurrency,
-        latency=Latency(
+        latency=figures.Latency(
             percentiles([turn.arrivals[0][0] for turn in turns if turn.arrivals]),
             percentiles(inter_token_seconds(turns)),
         ),
     )
 
 
-def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_tokens: int) -> AcceptanceFigures:
+def acceptance_by_counts(
+    counts: Mapping[str, int] | None, num_texts: int, num_tokens: int
+) -> figures.AcceptanceFigures:
     """Turn a server's counters into figures; acceptance rates have no intervals, as no question has its own.
 
     vLLM does not count the steps without drafts. A step emits one token more than it accepts, so there are at least
@@ -360,16 +346,16 @@ def acceptance_by_counts(counts: Mapping[str, int] | None, num_texts: int, num_t
     at = [number for name, number in sorted((counts or {}).items()) if name.startswith("accepted_tokens_per_pos")]
     is_possible = min([drafting, drafted, accepted, *at]) >= 0 and accepted <= drafted and max([0, *at]) <= drafting
     if counts is None or not is_possible:  # as after a restart of the server
-        return AcceptanceFigures(UNKNOWN)
+        return figures.AcceptanceFigures(UNKNOWN)
     emitted = num_tokens - num_texts
     steps = max(drafting, emitted - accepted)
-    drafts = DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed=steps + drafted)
+    drafts = figures.DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed=steps + drafted)
     rates = [
-        PositionRate(Estimate(now / steps), Estimate(now / before))
+        figures.PositionRate(Estimate(now / steps), Estimate(now / before))
         for now, before in zip(at, [steps, *at], strict=False)
         if now and before
     ]
-    return AcceptanceFigures(length=Estimate(quotient(emitted, steps)), rates=rates, **drafts.figures())
+    return figures.AcceptanceFigures(length=Estimate(quotient(emitted, steps)), rates=rates, **drafts.figures())
 
 
 def inter_token_seconds(turns: Sequence[Turn]) -> list[float]:

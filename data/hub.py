@@ -66,15 +66,11 @@ def find_folder(name: str | Path, files: Sequence[str]) -> Path:
             raise error
         return Path(snapshot_download(repository, **options))
     except Exception as error:  # the hub client's own errors, and those of its HTTP client
+        reason = getattr(error, "server_message", None) or " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"cannot download {name} ({reason_of(error)}): check the name and the revision, go online, log in with "
+            f"cannot download {name} ({reason}): check the name and the revision, go online, log in with "
             "`hf auth login` if the repository is private, or give a folder"
         ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Return why the hub refused something, in one line: its own message if it sent one."""
-    return str(getattr(error, "server_message", None) or " ".join(str(error).split()) or type(error).__name__)
 
 
 def connection_error(repository: str, file: str, repo_type: str | None = None) -> Exception | None:

@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]]  # each is defined by a JSON object
 
 
-def _read_template(name: str) -> str:
-    """A template of ours, whose lines are broken and indented for readers only."""
-    lines = Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").splitlines()
-    return "".join(line.strip() for line in lines)
-
-
 # Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
-TEMPLATES = {name: _read_template(name) for name in ("vicuna_v1.1", "llama2_chat")}
+# Their lines are broken and indented for readers only.
+TEMPLATES = {
+    name: "".join(map(str.strip, Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8").splitlines()))
+    for name in ("vicuna_v1.1", "llama2_chat")
+}
 TEMPLATE_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError, ValueError
 )  # fmt: skip

@@ -12,7 +12,7 @@ from data.files import read_json, reading
 from data.hub import find_folder
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.protocol import Drafter, LearnedDrafter, RequiredOutputs
+from drafters.protocol import Drafter, RequiredOutputs
 from drafters.registry import MODULES, Registration, find_class, learned, registered
 from inference.arguments import must_be
 from inference.model_drafters import load_index, load_learned, with_draft_options
@@ -110,7 +110,9 @@ def make(drafter: AnyDrafter, runner: Runner) -> Drafter:
     parts, base = split(spec), runner.base
     build, learned_class = parts.registration.build, parts.registration.learned_class
     if learned_class:
-        return _make_learned(parts, base)
+        if parts.file:  # one commit for configuration and weights
+            parts = parts._replace(file=str(drafter_folder(parts.file)))
+        return load_learned(str(parts.file), learned_config(parts, base), base)
     if _reads_model(parts.registration):
         _check_file(parts)
         return build(runner, parts.file, **_typed(parts, _defaults(build)))
@@ -223,9 +225,3 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     trained = config.init_args.get(recipe.DRAFT, {})
     defaults |= {key: value for key, value in trained.items() if key == "num_nodes"}
     return with_draft_options(config, _typed(parts, defaults)) if parts.pairs else config
-
-
-def _make_learned(parts: Spec, base: Base) -> LearnedDrafter:
-    if parts.file:  # one commit for configuration and weights
-        parts = parts._replace(file=str(drafter_folder(parts.file)))
-    return load_learned(str(parts.file), learned_config(parts, base), base)

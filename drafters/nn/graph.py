@@ -1,7 +1,6 @@
 """CUDA graphs: what a GPU computes from tensors at fixed addresses, launched as one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -27,8 +26,12 @@ def captured(function: Callable[[], T], device: torch.device) -> Callable[[], T]
     with torch.cuda.device(device), torch.cuda.stream(stream):
         for _ in range(NUM_WARM_UP - 1):
             function()
-        with _without_waiting():
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")  # what waits for the device raises RuntimeError
+        try:
             function()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
     current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Other threads, of a server say, may allocate meanwhile.
@@ -54,17 +57,6 @@ def _capturing(device: torch.device) -> tuple[Any, Any]:
     with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
         torch.zeros(1, device=device)
     return stream, graph
-
-
-@contextmanager
-def _without_waiting() -> Iterator[None]:
-    """Let what waits for the device raise RuntimeError inside the ``with`` block."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 class HostBuffer:

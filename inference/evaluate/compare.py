@@ -96,7 +96,10 @@ def unpaired(results: EvaluationResults, other: EvaluationResults) -> list[str]:
         names = (name for name in without_baseline(results.summaries[benchmark]) if (benchmark, name) not in paired)
         lines += [f"{benchmark}: the drafter {name}" for name in names]
     for pairing in pairings:
-        answered, others = (_with_steps(pairs) for pairs in (pairing.before, pairing.after))
+        answered, others = (
+            pairs if any(decode_steps(answer.turns) for answer, _ in pairs.values()) else {}
+            for pairs in (pairing.before, pairing.after)
+        )
         if lost := [str(question) for question in answered if question not in others]:
             listed = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
             count = f"{len(lost)} of {len(answered)} answers"
@@ -159,11 +162,6 @@ def _answers(results: EvaluationResults, benchmark: str, drafter: str) -> dict[i
     by_id = {base.question_id: base for base in recorded.get(baseline, [])}
     answers = (answer for answer in recorded.get(drafter, []) if answer.question_id in by_id)
     return {answer.question_id: (answer, by_id[answer.question_id]) for answer in answers}
-
-
-def _with_steps(pairs: Mapping[int, tuple[Answer, Answer]]) -> Mapping[int, tuple[Answer, Answer]]:
-    """The answers, or none if they have no decoding step."""
-    return pairs if any(decode_steps(answer.turns) for answer, _ in pairs.values()) else {}
 
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:

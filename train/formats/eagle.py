@@ -30,11 +30,6 @@ def eagle_config(drafter: EAGLE, shape: BaseShape, target: Target) -> dict[str, 
     return {"architectures": ["LlamaForCausalLM"], **layers, "mlp_bias": False, "bias": False}
 
 
-def eagle_weights(drafter: EAGLE) -> dict[str, Tensor]:
-    """Return the weights by their public names; the embedding and the LM head are the base's."""
-    return {_public_name(name): weight for name, weight in drafter.state_dict().items()}
-
-
 def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str, Any]:
     """Return the config.json of speculators' EAGLE-3.
 
@@ -70,10 +65,11 @@ def eagle3_weights(drafter: EAGLE3, base_head: Tensor | None = None) -> dict[str
         is_drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
         is_drafted[tokens.cpu()] = True
         maps = {"d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": is_drafted}
-    return {_public_name(name): weight for name, weight in weights.items()} | maps
+    return {public_name(name): weight for name, weight in weights.items()} | maps
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
+    """The name of a weight in the public formats."""
     if name in NORMS:
         return LAYERS[0] + name
     return LAYERS[0] + name.removeprefix("layer.") if name.startswith("layer.") else name

@@ -15,7 +15,7 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from inference.verifier.base import Base, check_fit, load_base
 from train.formats.block import block_config, block_weights, check_block, check_mask_token, without_blank
-from train.formats.eagle import eagle3_config, eagle3_weights, eagle_config, eagle_weights
+from train.formats.eagle import eagle3_config, eagle3_weights, eagle_config, public_name
 from train.formats.public import read_target
 from train.model_card import card_header, described_base
 
@@ -95,8 +95,9 @@ def _described(
     if type(drafter) is Medusa and format == "vllm":
         return "medusa", drafter.num_heads, medusa_config(drafter, shape), drafter.state_dict()
     if type(drafter) is EAGLE and format == "vllm":
-        depth = drafter.draft_options.depth
-        return "eagle", depth, eagle_config(drafter, shape, read_target(name)), eagle_weights(drafter)
+        depth, weights = drafter.draft_options.depth, drafter.state_dict()
+        weights = {public_name(name): weight for name, weight in weights.items()}
+        return "eagle", depth, eagle_config(drafter, shape, read_target(name)), weights
     if type(drafter) is EAGLE3:
         depth, values = drafter.draft_options.depth, eagle3_config(drafter, shape, read_target(name))
         needs_rows = drafter.lm_head is None and drafter.draft_tokens is not None

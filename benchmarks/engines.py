@@ -147,7 +147,7 @@ def identity(command: str) -> str:
 
 def ask(server: Server, question: Question, prompt: list[int], max_new_tokens: int) -> Timed:
     """Ask a server for the answer to a question of one turn."""
-    turn, _ = server.complete(question, [user_message(question.turns[0])], prompt, max_new_tokens)
+    turn = server.complete(question, [user_message(question.turns[0])], prompt, max_new_tokens)
     return Timed(turn.token_ids, turn.seconds, turn.arrivals[0][0] if turn.arrivals else turn.seconds)
 
 

@@ -110,8 +110,8 @@ def measure(turns: Sequence[tuple[Question, list[Step]]]) -> dict[str, float | N
     """The figures of turns from their steps; the first one counts the prefill as a step, the others do not."""
     by_question: dict[int, list[Turn]] = {}
     for question, steps in turns:
-        by_question.setdefault(question.question_id, []).append(Turn("", [], 0, steps, 0.0))
-    answers = [Answer(number, "", "", texts, [True] * len(texts)) for number, texts in by_question.items()]
+        by_question.setdefault(question.question_id, []).append(Turn("", [], 0, steps, 0.0, True))
+    answers = [Answer(number, "", "", texts) for number, texts in by_question.items()]
     figures = measure_acceptance(answers)
     return {
         "tokens per forward": figures.conventions["block efficiency (Ouroboros)"],

@@ -36,6 +36,7 @@ class Turn:
     prompt_tokens: Count  # with the earlier turns
     steps: list[Step]  # the first one is the prefill
     seconds: Figure  # wall time
+    is_ended: bool  # with an end-of-sequence token, rather than at the length cap
     cpu_seconds: list[Figure] = field(default_factory=list)  # of the decoding thread for each step; none on a GPU
     # Seconds from the request to each event, and the number of tokens that came with it (0 if the server does not say).
     arrivals: list[tuple[Figure, Count]] = field(default_factory=list)
@@ -49,7 +50,6 @@ class Answer:
     category: str
     drafter: str  # the name in the tables
     turns: list[Turn]
-    ended: list[bool]  # whether each turn ended with an end-of-sequence token, rather than at the length cap
     peak_bytes: Count | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
     repeat: Count = 0  # how often all questions were answered before
     load: Figure | None = None  # `load_average` at its end
@@ -64,25 +64,22 @@ def answer_turns(
     question: Question,
     encode: Callable[[list[Message]], list[int]],
     context_length: int,
-    write: Callable[[list[Message], list[int]], tuple[Turn, bool]],
-) -> tuple[list[Turn], list[bool]]:
-    """Answer all turns of a question; ``write`` writes a turn after a prompt, and returns whether it ended by itself.
+    write: Callable[[list[Message], list[int]], Turn],
+) -> list[Turn]:
+    """Answer all turns of a question; ``write`` writes a turn after a prompt.
 
     Each prompt contains the earlier answers. A later turn that no longer fits into the context ends the answer early.
     """
     messages: list[Message] = []
     turns: list[Turn] = []
-    ended: list[bool] = []
     for text in question.turns:
         messages.append(user_message(text))
         prompt = encode(messages)
         if len(prompt) >= context_length and turns:
             break
-        turn, is_ended = write(messages, prompt)
-        turns.append(turn)
-        ended.append(is_ended)
-        messages.append({"role": "assistant", "content": turn.text})
-    return turns, ended
+        turns.append(write(messages, prompt))
+        messages.append({"role": "assistant", "content": turns[-1].text})
+    return turns
 
 
 def comparable(answer: Answer) -> list[Any]:
@@ -132,7 +129,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "wall_time": [round(turn.seconds, 7) for turn in turns],
         "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
         "prompt_tokens": [turn.prompt_tokens for turn in turns],
-        "ended": list(answer.ended),
+        "ended": [turn.is_ended for turn in turns],
         "steps": [list(map(_step_to_json, turn.steps)) for turn in turns],
         "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
         "arrivals": [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns],
@@ -153,17 +150,15 @@ def to_json(answer: Answer) -> dict[str, Any]:
 def from_json(record: dict[str, Any]) -> Answer:
     """The inverse of `to_json`; raises one of `data.files.MALFORMED` if the record is not such an answer."""
     choice = record["choices"][0]
-    names = ("turns", "token_ids", "prompt_tokens", "steps", "wall_time", "step_cpu_times", "arrivals")
-    fields = ("text", "token_ids", "prompt_tokens", "steps", "seconds", "cpu_seconds", "arrivals")
+    names = ("turns", "token_ids", "prompt_tokens", "steps", "wall_time", "ended", "step_cpu_times", "arrivals")
+    fields = ("text", "token_ids", "prompt_tokens", "steps", "seconds", "is_ended", "cpu_seconds", "arrivals")
     turns = [dict(zip(fields, values, strict=True)) for values in zip(*(choice[name] for name in names), strict=True)]
     for turn in turns:
         turn["steps"] = list(map(_step_from_json, turn["steps"]))
         if turn["cpu_seconds"] and len(turn["cpu_seconds"]) != len(turn["steps"]):
             raise ValueError("its steps and their CPU times differ in number")
-    if len(choice["ended"]) != len(turns):
-        raise ValueError("its turns and its ends differ in number")
     answer = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
-    answer |= {"turns": turns, "ended": choice["ended"], "peak_bytes": choice["peak_bytes"]}
+    answer |= {"turns": turns, "peak_bytes": choice["peak_bytes"]}
     return validated(Answer, answer | {name: record[name] for name in ("repeat", "load") if name in record})
 
 

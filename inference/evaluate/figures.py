@@ -232,11 +232,10 @@ def measure_acceptance(answers: Sequence[Answer]) -> AcceptanceFigures:
     turns = turns_of(answers)
     by_answer, steps = [decode_steps(answer.turns) for answer in answers], decode_steps(turns)
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
-    pairs = [pair for answer in answers for pair in zip(answer.turns, answer.ended, strict=True)]
     return AcceptanceFigures(
         length=ratio((sum(step.emitted for step in steps), len(steps)) for steps in by_answer if steps),
         mean=ratio((length, 1) for length in lengths),
-        ended=acceptance_length(turn for turn, is_ended in pairs if is_ended),
+        ended=acceptance_length(turn for turn in turns if turn.is_ended),
         scratch_per_step=quotient(sum(step.fed_scratch for step in steps), len(steps)),
         draft_forwards_per_step=quotient(sum(step.draft_forwards for step in steps), len(steps)),
         rates=acceptance_rates(by_answer),

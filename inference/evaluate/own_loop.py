@@ -217,7 +217,7 @@ def answer_question(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(base.model.device)
 
-    def write(messages: list[Message], prompt: list[int]) -> tuple[Turn, bool]:
+    def write(messages: list[Message], prompt: list[int]) -> Turn:
         tokens, steps = list[int](), list[Step]()
         session.prepare(prompt, max_new_tokens)
         started, marks = time.perf_counter(), [time.thread_time()]
@@ -228,12 +228,13 @@ def answer_question(
         seconds, text = time.perf_counter() - started, decode_answer(tokens, base.tokenizer).strip()
         # A thread that waits for a GPU is not slowed down by other work.
         cpu_seconds = [] if on_gpu else [after - before for before, after in pairwise(marks)]
-        return Turn(text, tokens, len(prompt), steps, seconds, cpu_seconds), bool(tokens) and tokens[-1] in base.eos
+        is_ended = bool(tokens) and tokens[-1] in base.eos
+        return Turn(text, tokens, len(prompt), steps, seconds, is_ended, cpu_seconds)
 
     encode = partial(encode_question, base, question, template=template)
-    turns, ended = answer_turns(question, encode, base.context_length, write)
+    turns = answer_turns(question, encode, base.context_length, write)
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
-    return Answer(question.question_id, question.category, name, turns, ended, peak)
+    return Answer(question.question_id, question.category, name, turns, peak)
 
 
 def decoding_order(names: Sequence[str], ids: Iterable[int], repeat: int = 0) -> list[Slot]:

@@ -154,7 +154,6 @@ def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[di
 
 def _describe_answer(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
     turns = [
-        {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode and turn.steps else None}
-        for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
+        {"turn": turn, "spans": step_spans(turn, decode) if decode and turn.steps else None} for turn in answer.turns
     ]
     return {"benchmark": benchmark, "answer": answer, "acceptance": acceptance_length(answer.turns), "turns": turns}

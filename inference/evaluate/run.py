@@ -109,7 +109,7 @@ def with_scores(
                 texts = [begun.without_reasoning(text) for text in texts]
             quality = score(benchmark, questions, texts, sandbox.finishes if runs_code else None)
             summaries[benchmark][name] = replace(summary, quality=quality, reasoning=reasoning(answers, begun))
-        ended = [answer.ended[0] for answers in results.answers[benchmark].values() for answer in answers]
+        ended = [answer.turns[0].is_ended for answers in results.answers[benchmark].values() for answer in answers]
         if any(summary.quality for summary in summaries[benchmark].values()) and not all(ended):
             percent, cap = 100 * ended.count(False) / len(ended), results.conditions.caps[benchmark]
             warnings.append(f"{percent:.3g} % of the scored answers of {benchmark} were cut at {cap} tokens")

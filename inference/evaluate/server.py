@@ -78,7 +78,7 @@ class Server:
         self.context_length = min(self.base.context_length, length or self.base.context_length)
         for self.is_chat in (False, True):
             try:
-                turn, _ = self.complete(question, [user_message(question.turns[0])], prompt, 1)
+                turn = self.complete(question, [user_message(question.turns[0])], prompt, 1)
             except ServerError as error:
                 if error.status not in REFUSALS:
                     raise
@@ -89,10 +89,8 @@ class Server:
             f"{self.client.root} has neither /v1/completions nor /v1/chat/completions: is the address right?"
         )
 
-    def complete(
-        self, question: Question, messages: list[Message], prompt: Sequence[int], max_new_tokens: int
-    ) -> tuple[Turn, bool]:
-        """Write the next turn greedily, as a stream; return it, and whether it ended by itself."""
+    def complete(self, question: Question, messages: list[Message], prompt: Sequence[int], max_new_tokens: int) -> Turn:
+        """Write the next turn greedily, as a stream."""
         if self.is_chat and (question.is_raw or question.tools):
             raise ValueError(f"{self.client.root} knows only chats: choose questions without raw prompts and tools")
         system = [{"role": "system", "content": question.system}] if question.system else []
@@ -109,7 +107,7 @@ class Server:
                 text = storable(text)
                 ids = list(tokenizer(text, add_special_tokens=False).input_ids)
                 ids += [tokenizer.eos_token_id] if is_ended and tokenizer.eos_token_id is not None else []
-        return Turn(text.strip(), ids, len(prompt), [], seconds, arrivals=arrivals), is_ended
+        return Turn(text.strip(), ids, len(prompt), [], seconds, is_ended, arrivals=arrivals)
 
     def answer(self, name: str, question: Question, max_new_tokens: int) -> Answer:
         """Answer all turns of a question, see `answer_turns`."""
@@ -118,11 +116,11 @@ class Server:
             with self._encoding:
                 return encode_question(self.base, question, messages, self.template)
 
-        def write(messages: list[Message], prompt: list[int]) -> tuple[Turn, bool]:
+        def write(messages: list[Message], prompt: list[int]) -> Turn:
             return self.complete(question, messages, prompt, max_new_tokens)
 
-        turns, ended = answer_turns(question, encode, self.context_length, write)
-        return Answer(question.question_id, question.category, name, turns, ended)
+        turns = answer_turns(question, encode, self.context_length, write)
+        return Answer(question.question_id, question.category, name, turns)
 
 
 # ---- the source of answers
@@ -363,7 +361,7 @@ def inter_token_seconds(turns: Sequence[Turn]) -> list[float]:
 
     Tokens that arrive together divide the time since the event before equally.
 
-    >>> inter_token_seconds([Turn("", [5, 6, 7], 1, [], 0.5, arrivals=[(0.25, 1), (0.5, 2)])])
+    >>> inter_token_seconds([Turn("", [5, 6, 7], 1, [], 0.5, True, arrivals=[(0.25, 1), (0.5, 2)])])
     [0.125, 0.125]
     """
     gaps = []

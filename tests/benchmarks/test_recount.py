@@ -72,8 +72,8 @@ def test_step_lengths_are_counted_if_a_file_has_them(tmp_path, files):
 def test_our_own_records_count_as_our_metrics_do(tmp_path):
     def answer(drafter, question_id, gains):
         steps = [Step(n, n - 1, 1, 3, 0, 0, (0.1,) * 5) for n in gains]
-        turn = Turn("text", list(range(sum(gains))), 5, steps, 0.5 * len(gains))
-        return Answer(question_id, "math", drafter, [turn, turn], [True, True])
+        turn = Turn("text", list(range(sum(gains))), 5, steps, 0.5 * len(gains), True)
+        return Answer(question_id, "math", drafter, [turn, turn])
 
     given = [answer("ctc", 1, [1, 4, 3, 1]), answer("ctc", 2, [1, 2])]
     alone = [answer("none", 1, [1] * 9), answer("none", 2, [1] * 3)]

@@ -34,8 +34,8 @@ def decode(token_ids):
 def make_answer(drafter, question_id, category="all", token_ids=tuple(range(9)), emitted=None):
     emitted = emitted or STEPS[drafter]
     costs = [Step(n, n - 1, 1, 4, 0, 0, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in emitted]
-    turn = Turn(decode(token_ids).removesuffix("</s>"), list(token_ids), 5, costs, 0.11 * len(costs))
-    return Answer(question_id, category, drafter, [turn, turn], [True, True])
+    turn = Turn(decode(token_ids).removesuffix("</s>"), list(token_ids), 5, costs, 0.11 * len(costs), True)
+    return Answer(question_id, category, drafter, [turn, turn])
 
 
 def two_benchmarks():

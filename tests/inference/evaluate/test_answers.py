@@ -20,18 +20,17 @@ ANSWER = Answer(
     category="writing",
     drafter="ctc",
     turns=[
-        Turn("Grüße,\n日本 </s>", [5, 6, 7, 8], 9, [PREFILL, STEP], 0.75),
-        Turn("Yes.", [1, 2, 3, 4, 5, 6, 7], 20, [PREFILL, STEP, STEP], 1.25),
+        Turn("Grüße,\n日本 </s>", [5, 6, 7, 8], 9, [PREFILL, STEP], 0.75, True),
+        Turn("Yes.", [1, 2, 3, 4, 5, 6, 7], 20, [PREFILL, STEP, STEP], 1.25, False),
     ],
-    ended=[True, False],
 )
 
 
 def test_answers_come_back_as_they_were_written(tmp_path):
-    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30)
-    served = Turn("from a server", [3, 4], 4, [], 0.5, arrivals=[(0.1, 1), (0.5, 1)])
+    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5, True)], peak_bytes=1 << 30)
+    served = Turn("from a server", [3, 4], 4, [], 0.5, False, arrivals=[(0.1, 1), (0.5, 1)])
     turns = [replace(other.turns[0], cpu_seconds=[0.25]), served]
-    other = replace(other, turns=turns, ended=[True, False])
+    other = replace(other, turns=turns)
     for folder in (tmp_path, None):
         files = AnswerFiles(folder, {"base": "x"})
         files.add_event({"start": 1})
@@ -59,8 +58,8 @@ def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
 
 
 def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
-    turn = Turn("", [1], 1, [Step(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
-    choice = records.to_json(Answer(1, "math", "ctc", [turn], [True]))["choices"][0]
+    turn = Turn("", [1], 1, [Step(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3, True)
+    choice = records.to_json(Answer(1, "math", "ctc", [turn]))["choices"][0]
     assert choice["wall_time"] == [0.6666667]
     assert choice["steps"][0][0][6:] == [0.3333333] * 5
 
@@ -101,8 +100,9 @@ def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp
     ],
 )
 def test_what_follows_the_reasoning_of_the_first_turn_is_scored(make, text, is_open, percent):
-    turns = [Turn(text, [7], 1, [PREFILL], 1.0), Turn("#### 9", [7], 1, [PREFILL], 1.0)]
-    given = [Answer(number, "math", "none", turns, [number == 0, True]) for number in range(2)]
+    second = Turn("#### 9", [7], 1, [PREFILL], 1.0, True)
+    firsts = [Turn(text, [7], 1, [PREFILL], 1.0, is_ended) for is_ended in (True, False)]
+    given = [Answer(number, "math", "none", [first, second]) for number, first in enumerate(firsts)]
     found = make({"gsm8k": {"none": given}})
     asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(n, "math", ("?", "?"), "#### 5") for n in range(2)])}
     marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)

@@ -62,13 +62,13 @@ def test_a_drafter_that_drafts_nothing_has_no_rates():
 def timed(prompt_tokens, emitted, seconds):
     """A turn whose steps emit so many tokens and take so many seconds each; the first is the prefill."""
     costs = [Step(e, e - 1, 1, 4, 0, 0, (s, 0, 0, 0, 0)) for e, s in zip(emitted, seconds, strict=True)]
-    return Turn("", list(range(sum(emitted))), prompt_tokens, costs, sum(seconds))
+    return Turn("", list(range(sum(emitted))), prompt_tokens, costs, sum(seconds), True)
 
 
 LONG = [
     # The steps after the prefill begin at 251, 254 and 257 tokens, those of the second turn at 601.
-    Answer(1, "a", "ctc", [timed(250, [1, 3, 3, 2], [9.0, 0.1, 0.2, 0.3]), timed(600, [1, 4], [8.0, 0.4])], [True] * 2),
-    Answer(2, "a", "ctc", [timed(255, [1, 1], [7.0, 0.6]), timed(256, [1], [5.0])], [True, True]),
+    Answer(1, "a", "ctc", [timed(250, [1, 3, 3, 2], [9.0, 0.1, 0.2, 0.3]), timed(600, [1, 4], [8.0, 0.4])]),
+    Answer(2, "a", "ctc", [timed(255, [1, 1], [7.0, 0.6]), timed(256, [1], [5.0])]),
 ]
 
 
@@ -90,13 +90,13 @@ MARKS = ReasoningMarks(("<think>", "</think>"), (5,), (8,), False)
 def thinking(tokens, emitted):
     """A turn whose steps emit so many tokens each; the first is the prefill."""
     assert sum(emitted) == len(tokens)
-    return Turn("", tokens, 9, [Step(e, e - 1, 1, 4, 0, 0, (0.1,) * 5) for e in emitted], 1.0)
+    return Turn("", tokens, 9, [Step(e, e - 1, 1, 4, 0, 0, (0.1,) * 5) for e in emitted], 1.0, True)
 
 
 THOUGHTS = [
     # Reasoning at positions 0 to 3. Of the steps behind the prefill those at 1 and 3 begin inside, that at 5 does not.
-    Answer(1, "a", "ctc", [thinking([5, 1, 1, 8, 3, 3, 3, 2], [1, 2, 2, 3])], [True]),
-    Answer(2, "a", "ctc", [thinking([3, 3, 3], [1, 2]), thinking([5, 1, 1, 1], [1, 3])], [True, False]),
+    Answer(1, "a", "ctc", [thinking([5, 1, 1, 8, 3, 3, 3, 2], [1, 2, 2, 3])]),
+    Answer(2, "a", "ctc", [thinking([3, 3, 3], [1, 2]), thinking([5, 1, 1, 1], [1, 3])]),
 ]
 
 

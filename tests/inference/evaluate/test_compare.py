@@ -26,8 +26,8 @@ def answer(drafter, question_id, emitted, rng, speed=1.0):
     fed = 8 if drafter != "none" else 0
     counts = [1, *emitted]
     costs = [Step(n, n - 1, 1, fed, 0, 0, (0.0, s, 0.0, 0.0, 0.0)) for n, s in zip(counts, seconds, strict=True)]
-    turn = Turn("", [7] * sum(counts), 5, costs, float(seconds.sum()))
-    return Answer(question_id, "all", drafter, [turn], [False])
+    turn = Turn("", [7] * sum(counts), 5, costs, float(seconds.sum()), False)
+    return Answer(question_id, "all", drafter, [turn])
 
 
 def potentials(rng):

@@ -332,7 +332,7 @@ def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(make_
 def test_repeats_that_differ_are_reported(make_loop):
     def given(repeat, tokens):
         step = Step(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
-        return Answer(0, "a", "none", [Turn("", tokens, 3, [step], repeat)], [False], repeat=repeat)
+        return Answer(0, "a", "none", [Turn("", tokens, 3, [step], repeat, False)], repeat=repeat)
 
     loop, files = make_loop(["none"], 3, {"b": QUESTIONS[:1]}), AnswerFiles(None, {})
     for repeat in range(3):
@@ -366,7 +366,7 @@ def test_by_default_tiny_chat_prompt_lookup_and_joint_decode_the_embedded_questi
 def timed_answer(question, name, repeat, factor):
     """An answer whose steps take ``factor`` milliseconds each."""
     steps = [Step(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
-    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False], repeat=repeat)
+    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor, False)], repeat=repeat)
 
 
 def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_reached(make_loop, monkeypatch):

@@ -13,12 +13,12 @@ from inference.verifier.session import PHASES, Step
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
 
 
-def turn(tokens, steps, seconds):
+def turn(tokens, steps, seconds, is_ended=False):
     """A turn: a prefill that emits one token, then ``steps`` of (emitted, accepted), each of root + 4 candidates."""
     prefill = Step(1, 0, 30, 0, 0, 0, SECONDS)
     costs = [Step(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
     assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
-    return Turn("", tokens, 30, [prefill, *costs], seconds)
+    return Turn("", tokens, 30, [prefill, *costs], seconds, is_ended)
 
 
 # In all: 14 tokens in 5.5 s; after the prefills 10 tokens in 5 steps.
@@ -28,11 +28,10 @@ CTC = [
         "writing",
         "ctc",
         # 7 tokens in 3 steps; the second turn is cut on an accepted token, so its step has no bonus token
-        [turn([1, 2, 3, 4, 5, 6], [(3, 2), (2, 1)], 2.0), turn([7, 8, 9], [(2, 2)], 1.0)],
-        [True, False],
+        [turn([1, 2, 3, 4, 5, 6], [(3, 2), (2, 1)], 2.0, is_ended=True), turn([7, 8, 9], [(2, 2)], 1.0)],
     ),
     # 3 tokens in 2 steps; the second turn ends with its prefill
-    Answer(2, "math", "ctc", [turn([1, 3, 5, 7], [(1, 0), (2, 1)], 2.0), turn([2], [], 0.5)], [False, True]),
+    Answer(2, "math", "ctc", [turn([1, 3, 5, 7], [(1, 0), (2, 1)], 2.0), turn([2], [], 0.5, True)]),
 ]
 # The same 14 tokens, one a step, in 14 s.
 NONE = [
@@ -114,7 +113,7 @@ def test_questions_are_paired_by_their_id_and_a_missing_turn_is_a_difference():
 
 
 def test_unmeasured_metrics_are_none():
-    only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)], [False])]
+    only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)])]
     summary = summarise(only_prefill, only_prefill)
     assert summary.acceptance.length.value is summary.acceptance.ended is summary.acceptance.length.interval is None
     assert summary.speed.speedup.value == 1.0

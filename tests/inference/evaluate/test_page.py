@@ -126,7 +126,7 @@ def test_a_step_distinguishes_accepted_tokens_from_the_bonus_token(evaluation, w
 def test_a_character_of_several_tokens_stays_in_one_step():
     counts = [(1, 0, 0), (3, 2, 4), (5, 5, 5)]
     steps = [Step(emitted, accepted, 1, fed, 0, 0, (0.0,) * 5) for emitted, accepted, fed in counts]
-    turn = Turn("", list("né日本".encode()), 1, steps, 1.0)
+    turn = Turn("", list("né日本".encode()), 1, steps, 1.0, True)
     spans = pages.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
 
@@ -283,10 +283,9 @@ def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(mak
     def folder(name, emitted):
         own = {"none": [replace(answers["mt_bench"]["none"][0], question_id=at) for at in range(12)]}
         own["ctc"] = [
-            replace(answer, drafter="ctc", turns=[replaced(answer.turns[0], emitted)], ended=[True])
-            for answer in own["none"]
+            replace(answer, drafter="ctc", turns=[replaced(answer.turns[0], emitted)]) for answer in own["none"]
         ]
-        own["none"] = [replace(answer, turns=answer.turns[:1], ended=[True]) for answer in own["none"]]
+        own["none"] = [replace(answer, turns=answer.turns[:1]) for answer in own["none"]]
         write_folder(tmp_path / name, make({"mt_bench": own}, name))
         return str(tmp_path / name)
 

@@ -361,12 +361,12 @@ def test_latencies_are_those_of_tokens_that_come_at_an_even_pace_between_events(
             before, now, count = now, now + chance.random(), chance.randrange(1, 5)
             times += [now] * count if not arrivals else np.linspace(before, now, count + 1)[1:].tolist()
             arrivals.append((now, count))
-        turns.append(Turn("", [0] * len(times), 3, [], now, arrivals=arrivals))
+        turns.append(Turn("", [0] * len(times), 3, [], now, False, arrivals=arrivals))
         gaps += np.diff(times)[arrivals[0][1] - 1 :].tolist()
     assert sorted(inter_token_seconds(turns)) == pytest.approx(sorted(gaps))
     assert percentiles(gaps) == pytest.approx((np.percentile(gaps, 50), np.percentile(gaps, 95)))
     assert percentiles([]) is None
-    assert inter_token_seconds([Turn("", [1, 2], 3, [], 1.0, arrivals=[(0.5, 0), (1.0, 0)])]) == []
+    assert inter_token_seconds([Turn("", [1, 2], 3, [], 1.0, False, arrivals=[(0.5, 0), (1.0, 0)])]) == []
 
 
 def test_throughput_is_compared_with_as_many_requests_at_once_and_texts_token_by_token(words):
@@ -382,8 +382,8 @@ def test_throughput_is_compared_with_as_many_requests_at_once_and_texts_token_by
         ("ctc", 2, 2.0, [[1, 2, 3], [4, 6]]),
     ]:
         for number, ids in enumerate(texts, 1):
-            turn = Turn(str(ids), ids, 4, [], 0.5, arrivals=[(0.1, 1), (0.5, len(ids) - 1)])
-            files.add("mt_bench", Answer(number, "a", f"{drafter} @ {level}", [turn], [False]))
+            turn = Turn(str(ids), ids, 4, [], 0.5, False, arrivals=[(0.1, 1), (0.5, len(ids) - 1)])
+            files.add("mt_bench", Answer(number, "a", f"{drafter} @ {level}", [turn]))
         files.add_event({"benchmark": "mt_bench", "drafter": drafter, "concurrency": level, "seconds": seconds})
     summaries, _, record = served.results(files)
     (warning,) = record.warnings

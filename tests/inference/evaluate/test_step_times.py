@@ -32,8 +32,8 @@ def make_answers(name, fed_and_emitted, rng, num_questions=12, noise=0.03):
             steps.append(Step(gained, gained - 1, 1, fed - 1, 0, 0, (0.1 * seconds, 0.9 * seconds, 0.0, 0.0, 0.0)))
             emitted += gained
         seconds = sum(sum(step.seconds) for step in steps) + 0.001
-        turn = Turn("", list(range(NUM_TOKENS)), 40, steps, seconds)
-        answers.append(Answer(question, "abc"[question % 3], name, [turn], [True]))
+        turn = Turn("", list(range(NUM_TOKENS)), 40, steps, seconds, True)
+        answers.append(Answer(question, "abc"[question % 3], name, [turn]))
     return answers
 
 
@@ -91,8 +91,8 @@ def test_questions_with_slow_steps_and_long_drafts_are_not_mistaken_for_the_rest
         for question, (count, seconds) in enumerate(zip(counts, (0.004, 0.002), strict=True)):
             prefill = Step(1, 0, 9, 0, 0, 0, (0.0,) * 5)
             steps = [prefill, *[Step(1, 0, 1, fed - 1, 0, 0, (0.0, seconds, 0.0, 0.0, 0.0))] * count]
-            turn = Turn("", list(range(50)), 9, steps, count * seconds)
-            found.append(Answer(question, "a", name, [turn], [True]))
+            turn = Turn("", list(range(50)), 9, steps, count * seconds, True)
+            found.append(Answer(question, "a", name, [turn]))
         return found
 
     summary = summarise(answers("ngram", 5, (20, 40)), answers("none", 1, (60, 40)))

@@ -120,9 +120,8 @@ def load_conversations(
                 return conversations, dropped
             try:
                 conversation = parse(record, number, requires_answers, dropped.unread)
-                if not requires_answers and (
-                    conversation.tools or any(m["role"] == "tool" for m in conversation.messages)
-                ):
+                has_tools = conversation.tools or any(message["role"] == "tool" for message in conversation.messages)
+                if has_tools and not requires_answers:
                     raise ValueError("it holds tools or their results, which new answers cannot ask for")
                 conversations.append(conversation)
                 read += 1

@@ -57,11 +57,8 @@ def check_output_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
-    if (
-        folder.is_dir()
-        and any(folder.iterdir())
-        and not any((folder / n).exists() for n in ("config.json", DRAFTER_FILE))
-    ):
+    is_model = any((folder / name).exists() for name in ("config.json", DRAFTER_FILE))
+    if folder.is_dir() and any(folder.iterdir()) and not is_model:
         raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
 
 

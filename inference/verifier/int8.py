@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor, nn
 
-from inference.verifier.packed import large_layers
+from inference.verifier.packed import large_layers, linear_of
 
 ZERO = 128  # what stands for 0 in the uint8 rows
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # names of layers that read the same states
@@ -52,12 +52,8 @@ class Int8Linear(nn.Module):
 
     def rows(self, tokens: Tensor) -> Int8Linear:
         """A layer of the outputs for these tokens alone, without the bias."""
-        with torch.device("meta"):  # the weights follow
-            linear = nn.Linear(self.in_features, len(tokens), bias=False)
         assert self.quantised is not None, "only the weights of an LM head are kept"
-        rows = self.quantised[tokens] * self.scale[tokens, None]
-        linear.weight = nn.Parameter(rows.to(self.dtype), requires_grad=False)
-        return Int8Linear(linear)
+        return Int8Linear(linear_of((self.quantised[tokens] * self.scale[tokens, None]).to(self.dtype)))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a layer in 8 bits cannot be copied or pickled: load the base again")
@@ -167,13 +163,10 @@ def quantise_layers(model: nn.Module, smallest: int = 0) -> int:
 def _join(parent: nn.Module, names: Sequence[str]) -> None:
     """Multiply layers with these names together."""
     linears = [getattr(parent, name) for name in names]
-    with torch.device("meta"):  # the weights follow
-        joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears))
-    joined.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
     biases = [
         linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears
     ]
-    joined.bias = nn.Parameter(torch.cat(biases).detach(), requires_grad=False)
+    joined = linear_of(torch.cat([linear.weight.detach() for linear in linears]), torch.cat(biases).detach())
     layer, results, start = Int8Linear(joined), dict[str, Any](), 0
     for name, linear in zip(names, linears, strict=True):
         end = start + linear.out_features

@@ -50,10 +50,7 @@ class PackedLinear(nn.Linear):
 
     def rows(self, tokens: Tensor) -> PackedLinear:
         """A layer of the outputs for these tokens alone, packed on its own; without the bias."""
-        with torch.device("meta"):  # the weights follow
-            layer = nn.Linear(self.in_features, len(tokens), bias=False)
-        layer.weight = nn.Parameter(self.weight.detach()[tokens], requires_grad=False)
-        return PackedLinear(layer)
+        return PackedLinear(linear_of(self.weight.detach()[tokens]))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the packed copy, which can be neither copied nor pickled."""
@@ -66,6 +63,16 @@ class PackedLinear(nn.Linear):
         if not (is_packed and has_packed_products(dtype)) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer with these weights (out, in), for inference."""
+    with torch.device("meta"):  # the weights follow
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def smallest_packed(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from inference import drafter_specs, timing
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, comparable, median_answers
 from inference.evaluate.conditions import OWN_LOOP, RunRecord, drafter_conditions, make_conditions
 from inference.evaluate.figures import Summary, summarise
-from inference.evaluate.results import Measured
+from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
 from inference.prompts import BenchmarkPrompts, encode_question
@@ -142,7 +142,7 @@ class OwnLoop:
 
     # ---- what was decoded
 
-    def results(self, files: AnswerFiles) -> Measured:
+    def results(self, files: AnswerFiles) -> EvaluationResults:
         """Each drafter in comparison with the base alone, its answers of median time, and what happened."""
         summaries, answers, repeats, lines = {}, {}, {}, list[str]()
         for benchmark in self.questions:
@@ -163,7 +163,7 @@ class OwnLoop:
         )
         multiple = min((start.row_multiple or 0 for start in starts), default=0) or None
         record = RunRecord(load, repeats, len(starts), warnings=[*load.warnings(), *lines], row_multiple=multiple)
-        return summaries, answers, record
+        return EvaluationResults(self.conditions, record, summaries, answers)
 
     def _rounds(self, files: AnswerFiles, benchmark: str) -> dict[str, list[list[Answer]]]:
         ids = [question.question_id for question in self.questions[benchmark]]

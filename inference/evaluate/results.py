@@ -13,7 +13,6 @@ from inference.evaluate.figures import Summary
 
 Summaries = dict[str, dict[str, Summary]]  # by benchmark and `Summary.name`
 Answers = dict[str, dict[str, list[Answer]]]  # in the same way
-Measured = tuple[Summaries, Answers, RunRecord]  # by a source of answers
 
 
 @dataclass(frozen=True)

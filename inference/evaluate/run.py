@@ -50,11 +50,9 @@ def evaluate(
     folder = Path(out) if out else None
     files = AnswerFiles(folder, asdict(source.conditions), overwrite)
     num_new = source.run(files)
-    summaries, answers, record = source.results(files)
+    results = replace(source.results(files), name=folder.resolve().name if folder else "")
     files.finish()
 
-    name = folder.resolve().name if folder else ""
-    results = EvaluationResults(source.conditions, record, summaries, answers, name)
     results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
     if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         write(folder, results)

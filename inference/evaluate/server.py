@@ -27,7 +27,7 @@ from inference.evaluate import figures
 from inference.evaluate.answers import Answer, AnswerFiles, Turn, answer_turns, count_tokens, turns_of
 from inference.evaluate.conditions import BASELINE, DrafterConditions, RunRecord, drafter_conditions, make_conditions
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, quotient
-from inference.evaluate.results import Answers, Measured, Summaries
+from inference.evaluate.results import Answers, EvaluationResults, Summaries
 from inference.openai_server import OpenAIServer, ServerError, server_root, storable
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions
 from inference.prompts import BenchmarkPrompts, encode_question
@@ -220,7 +220,7 @@ class Servers:
                         num_new += len(answers)
         return num_new
 
-    def results(self, files: AnswerFiles) -> Measured:
+    def results(self, files: AnswerFiles) -> EvaluationResults:
         """Each drafter in comparison with the baseline at as many requests at once, the answers, and what happened.
 
         The wall speed-up is the ratio of tokens per second. There is none by step times, which no server reports.
@@ -249,7 +249,8 @@ class Servers:
                         f"{baseline} itself writes {differing} of {len(pairs)} answers of {benchmark} differently with "
                         f"{level} requests at once than with {self.levels[0]}: the order of sums depends on the batch"
                     )
-        return summaries, answers, RunRecord(repeats=dict.fromkeys(self.prompts, 1), warnings=lines)
+        record = RunRecord(repeats=dict.fromkeys(self.prompts, 1), warnings=lines)
+        return EvaluationResults(conditions, record, summaries, answers)
 
     def _runs(self, files: AnswerFiles) -> list[ServedRun]:
         """The runs that are complete."""

@@ -117,12 +117,12 @@ def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(make_loop, wh
         num_kept = len(files.all_answers())
         assert (num_kept == 0) == (share == 0) and loop.run(files) == 2 * 5 * 6 - num_kept
         files.finish()
-        summaries, answers, record = loop.results(AnswerFiles(tmp_path / str(share), asdict(loop.conditions)))
-        assert record.starts == 1 + (share < 1)
-        for drafter, summary in summaries["mt_bench"].items():
+        found = loop.results(AnswerFiles(tmp_path / str(share), asdict(loop.conditions)))
+        assert found.record.starts == 1 + (share < 1)
+        for drafter, summary in found.summaries["mt_bench"].items():
             assert json.loads(json.dumps(unmeasured(asdict(summary)))) == results(whole)[drafter]
         assert texts(tmp_path / str(share)) == texts(whole)
-        assert list(map(comparable, answers["mt_bench"]["joint"])) == list(
+        assert list(map(comparable, found.answers["mt_bench"]["joint"])) == list(
             map(comparable, folders.read(whole).answers["mt_bench"]["joint"])
         )
 
@@ -337,10 +337,10 @@ def test_repeats_that_differ_are_reported(make_loop):
     loop, files = make_loop(["none"], 3, {"b": QUESTIONS[:1]}), AnswerFiles(None, {})
     for repeat in range(3):
         files.add("b", given(repeat, [1, 2]))
-    _, answers, record = loop.results(files)
-    assert record.warnings == [] and answers["b"]["none"][0].seconds == 1
+    found = loop.results(files)
+    assert found.record.warnings == [] and found.answers["b"]["none"][0].seconds == 1
     files.add("b", given(2, [1, 3]))
-    (line,) = loop.results(files)[2].warnings
+    (line,) = loop.results(files).record.warnings
     assert "none decodes 1 questions of b differently" in line and "question 0 first" in line
 
 
@@ -387,13 +387,13 @@ def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_
     assert next(repeats) == (1, ["noisy"]), "questions of the other one agree"
     decode(1, ["noisy"], 0.0)
     assert next(repeats) == (2, ["noisy"]), "a question's repeats differ"
-    line = loop.results(files)[2].warnings[-1]
+    line = loop.results(files).record.warnings[-1]
     assert "the speed-ups on noisy are not yet within 5 % after 2 repeats" in line and "anpd ±" in line
     decode(2, ["noisy"], 0.0)
     assert list(repeats) == [], "that was the last one"
-    summaries, _, record = loop.results(files)
-    assert record.repeats == {"calm": 1, "noisy": 3}
-    assert summaries["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
+    found = loop.results(files)
+    assert found.record.repeats == {"calm": 1, "noisy": 3}
+    assert found.summaries["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
     # Continued with the same answers, it asks for the same repeats.
     assert list(loop.repeats(files)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
     assert list(make_loop(["anpd"], 2, loop.questions).repeats(files)) == [(at, ["calm", "noisy"]) for at in range(2)]

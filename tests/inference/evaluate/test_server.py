@@ -385,8 +385,9 @@ def test_throughput_is_compared_with_as_many_requests_at_once_and_texts_token_by
             turn = Turn(str(ids), ids, 4, [], 0.5, False, arrivals=[(0.1, 1), (0.5, len(ids) - 1)])
             files.add("mt_bench", Answer(number, "a", f"{drafter} @ {level}", [turn]))
         files.add_event({"benchmark": "mt_bench", "drafter": drafter, "concurrency": level, "seconds": seconds})
-    summaries, _, record = served.results(files)
-    (warning,) = record.warnings
+    found = served.results(files)
+    (warning,) = found.record.warnings
+    summaries = found.summaries
     summary = summaries["mt_bench"]["ctc @ 2"]
     assert (summary.speed.tokens_per_second, summary.speed.wall.value) == (2.5, 2.0)
     assert (summary.identical, summary.questions, summary.first_divergence) == (1, 2, (2, 0, 1))

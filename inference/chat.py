@@ -37,37 +37,33 @@ HELP = {
 }
 
 
-class ChatSession:
+class ChatSession(Session):
     """Decodes the turns of a chat on one KV cache: each prompt usually continues the text of the turn before.
 
     The cache keeps what the prompt shares with the text before it. If the chat template renders an earlier answer in
     other tokens than the base wrote, only the text before that answer is shared.
     """
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.num_cached = 0  # tokens of the last prompt that were in the cache already
+    num_cached = 0  # tokens of the last prompt that were in the cache already
 
-    def forget(self) -> None:
+    def restart(self) -> None:
         """Start a new chat, and reset what the drafter keeps across texts."""
-        self.session.forget()
-        self.session.drafter.reset()
+        self.forget()
+        self.drafter.reset()
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
     ) -> Iterator[tuple[list[int], Step]]:
         """Yield the tokens that each step emits and its cost, as `Session.decode`; it may stop between two steps."""
-        session = self.session
-        end = session.end_of(prompt, max_new_tokens)
-        num_shared = common_prefix(session.seq, prompt)
+        end, num_shared = self.end_of(prompt, max_new_tokens), common_prefix(self.seq, prompt)
         if num_shared > 1:
-            session.resume(prompt, num_shared)
+            self.resume(prompt, num_shared)
         else:  # the root is always fed again, so a single shared token is not worth keeping
-            room = min(max(end, CHAT_POSITIONS), session.runner.context_length)
-            session.begin(prompt, reserve=room + RESERVED_FOR_DRAFTS)
-        self.num_cached = session.runner.cached
+            room = min(max(end, CHAT_POSITIONS), self.runner.context_length)
+            self.begin(prompt, reserve=room + RESERVED_FOR_DRAFTS)
+        self.num_cached = self.runner.cached
         # The drafter has not seen the base's hidden states of the new message, so it waits for one step.
-        yield from session.steps(end, eos, drafts_at_once=not self.num_cached)
+        yield from self.steps(end, eos, drafts_at_once=not self.num_cached)
 
 
 class Chat:
@@ -126,11 +122,11 @@ class Chat:
                     sampling = replace(self.sampling, temperature=float(text))
                 except ValueError as error:
                     raise ValueError(f"the temperature must be a number of at least 0, not {text!r}") from error
-                self._session.session.sampler = chat_sampler(sampling)
+                self._session.sampler = chat_sampler(sampling)
                 self.sampling = sampling
             case "reset":
                 self.messages = []
-                self._session.forget()
+                self._session.restart()
             case "help":
                 for usage, meaning in HELP.items():
                     self.say(f"{usage:<38}{meaning}")
@@ -139,11 +135,11 @@ class Chat:
 
     def _build(self, spec: str) -> ChatSession:
         """Build a session with a drafter."""
-        session = ChatSession(drafter_specs.make_session(spec, self._runner, chat_sampler(self.sampling)))
+        session = ChatSession(self._runner, drafter_specs.make(spec, self._runner), chat_sampler(self.sampling))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
-        session.forget()
+        session.restart()
         return session
 
     # ---- answers

@@ -17,7 +17,6 @@ from inference.options import ModelOptions, SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
 from tests.inference.verifier.oracles import written_alone
 
 LEARNED = ["ctc", "ctc, chain", "ctc_deep", "block", "eagle", "eagle3"]
@@ -49,7 +48,7 @@ def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
 @pytest.mark.parametrize("name", ["none", *TRAINING_FREE, *LEARNED])
 def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, make, name, sampler):
     base = make_base(context=256)
-    turns, text = ChatSession(Session(Runner(base), make(name, base), sampler)), []
+    turns, text = ChatSession(Runner(base), make(name, base), sampler), []
     for number, said in enumerate(TURNS):
         before, text = len(text), text + said
         expected = naive(base, text, 12, sampler)
@@ -64,7 +63,7 @@ def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, ma
 @pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
 def test_turns_rendered_differently_are_read_again_from_the_first_difference(make_base, make, name):
     base = make_base(context=256)
-    turns = ChatSession(Session(Runner(base), make(name, base)))
+    turns = ChatSession(Runner(base), make(name, base))
     first = [token for emitted, _ in turns.decode([1, 5, 6, 7], 20) for token in emitted]
     other = [1, 5, 6, 7, *first[:8], 30 + (first[8] == 30), *first[9:], 4]
     for prompt, cached in [
@@ -75,7 +74,7 @@ def test_turns_rendered_differently_are_read_again_from_the_first_difference(mak
     ]:
         assert [t for emitted, _ in turns.decode(prompt, 15) for t in emitted] == naive(base, prompt, 15)
         assert turns.num_cached == cached
-    turns.forget()
+    turns.restart()
     list(turns.decode([2, 5, 6], 3))
     assert turns.num_cached == 0
 

@@ -123,13 +123,13 @@ def test_anpd_drafts_the_tokens_of_its_tables(order, seed, multi_level):
 
 def test_anpd_without_update_has_the_tables_of_the_latest_prompt_of_a_chat(pseudo_runner):
     drafter, prompt = ANPD(order=3, num_draft=2, update=False), [1, 2, 3, 1]
-    chat = ChatSession(Session(pseudo_runner(0, vocab=4), drafter))
+    chat = ChatSession(pseudo_runner(0, vocab=4), drafter)
     for num_cut in (0, 0, 5, 30):
         drafted = sum(step.fed_candidates for _, step in chat.decode(prompt, 20))
         fresh = ANPD(order=3, num_draft=2, update=False)
         fresh.begin(prompt)
         assert vars(drafter) | {"_length": 0} == vars(fresh) | {"_length": 0} and drafted
-        prompt = [*chat.session.seq[: len(chat.session.seq) - num_cut], 3, 1]
+        prompt = [*chat.seq[: len(chat.seq) - num_cut], 3, 1]
 
 
 @pytest.mark.parametrize("seed", range(4))

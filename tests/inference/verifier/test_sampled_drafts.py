@@ -154,7 +154,7 @@ def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(to
     base, specs = toy
     runner, arguments = Runner(base), {"max_new_tokens": 12, "temperature": 1.5, "eos": []}
     used = drafter_specs.make(specs[name], runner)
-    chat = ChatSession(Session(runner, used))
+    chat = ChatSession(runner, used)
     speculation = Speculation(used, base.tokenizer)
     texts = []
     for number in range(2):
@@ -165,8 +165,8 @@ def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(to
             torch.tensor([PROMPT]), do_sample=True, temperature=1.5, max_new_tokens=12, custom_generate=speculation
         )
         sampling = SamplingOptions(1.5, seed=seed)
-        chat.session.sampler = sampling.sampler()
-        chat.forget()
+        chat.sampler = sampling.sampler()
+        chat.restart()
         given = [
             by_generate(base, PROMPT, specs[name], 12, sampling),
             by_eval(base, PROMPT, specs[name], 12, sampling),

@@ -120,7 +120,7 @@ def test_an_empty_prompt_is_refused(base, make_drafter, name):
 
 def by_chat(base, prompt, drafter):
     runner = Runner(base)
-    session = ChatSession(Session(runner, drafter_specs.make(drafter, runner)))
+    session = ChatSession(runner, drafter_specs.make(drafter, runner))
     for _ in range(2):  # the second time on the cache of the first
         tokens = [token for emitted, _ in session.decode(prompt, 99) for token in emitted]
     return tokens

@@ -36,25 +36,21 @@ def choose_colours(summaries: Iterable[Summary]) -> dict[str, str]:
 
 def draw_all(summaries: Summaries, colours: Colours) -> dict[str, bytes]:
     """Draw the plots that have something to show, as PNG images by name."""
-    listed = list(summaries.values())
-    figures: dict[str, Callable[[], Figure]] = {}
-    if any(summary.speed.speedup.value for summary in listed):
-        figures["speedup"] = lambda: plot_bars(
-            summaries, colours, "Speed-up over the baseline", "dashed: the baseline", lambda s: s.speed.speedup, "×"
-        )
-    if any(summary.acceptance.length.value for summary in listed):
-        figures["acceptance"] = lambda: plot_bars(
-            summaries, colours, "Acceptance length", "tokens per base forward", lambda s: s.acceptance.length
-        )
-    if any(summary.acceptance.rates for summary in listed):
-        figures["depths"] = lambda: plot_depths(summaries, colours)
-    if any(summary.concurrency and not summary.is_baseline for summary in listed):
-        figures["concurrency"] = lambda: plot_concurrency(summaries, colours)
-    images = {}
+    listed, figures, images = list(summaries.values()), dict[str, Figure](), dict[str, bytes]()
     with matplotlib.rc_context(fname=STYLE):
-        for name, plot in figures.items():
+        if any(summary.speed.speedup.value for summary in listed):
+            title, label = "Speed-up over the baseline", "dashed: the baseline"
+            figures["speedup"] = plot_bars(summaries, colours, title, label, lambda s: s.speed.speedup, "×")
+        if any(summary.acceptance.length.value for summary in listed):
+            title, label = "Acceptance length", "tokens per base forward"
+            figures["acceptance"] = plot_bars(summaries, colours, title, label, lambda s: s.acceptance.length)
+        if any(summary.acceptance.rates for summary in listed):
+            figures["depths"] = plot_depths(summaries, colours)
+        if any(summary.concurrency and not summary.is_baseline for summary in listed):
+            figures["concurrency"] = plot_concurrency(summaries, colours)
+        for name, figure in figures.items():
             png = io.BytesIO()
-            plot().savefig(png, format="png", transparent=True)
+            figure.savefig(png, format="png", transparent=True)
             images[name] = png.getvalue()
     return images
 

@@ -174,7 +174,7 @@ def decode(
     with progress_bars(transient=True) as bars:
         task = bars.add_task(title, total=repeats * len(questions) * len(drafters))
         for repeat in range(repeats):
-            for answer in answer_questions(runner.base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
+            for answer in answer_questions(sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
                 answers[answer.drafter][repeat].append(answer)
                 bars.advance(task)
     return answers

@@ -193,8 +193,7 @@ class Tuner:
         if self.objective == "speedup":
             sessions[ALONE] = Session(self.runner, NoDrafter(), self.sampler)
         answers: dict[str, list[Answer]] = {name: [] for name in sessions}
-        base, cap = self.runner.base, self.max_new_tokens
-        for answer in answer_questions(base, sessions, self.questions, self.template, cap):
+        for answer in answer_questions(sessions, self.questions, self.template, self.max_new_tokens):
             answers[answer.drafter].append(answer)
         summary = summarise([answers[DRAFTED]], [answers.get(ALONE, answers[DRAFTED])])
         return {

@@ -24,7 +24,7 @@ from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, 
 from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
 from inference.timing import MachineLoad
-from inference.verifier.base import Base, resolve_device
+from inference.verifier.base import resolve_device
 from inference.verifier.graphed import make_runner
 from inference.verifier.session import Session, Step
 
@@ -90,8 +90,7 @@ class OwnLoop:
         conditions, device = self.conditions, torch.device(self.conditions.device)
         running, gpu_use = timing.running_threads(), timing.gpu_use(device)
         torch.set_num_threads(conditions.threads or 1)
-        base = self.model.load_on(device)
-        runner = make_runner(base)
+        runner = make_runner(self.model.load_on(device))
         sessions = {
             name: drafter_specs.make_session(drafter.spec, runner, conditions.sampling.sampler())
             for name, drafter in conditions.drafters.items()
@@ -105,7 +104,7 @@ class OwnLoop:
             for repeat, benchmarks in self.repeats(files):
                 count = len(sessions) * sum(len(self.questions[name]) for name in benchmarks)
                 bars.update(task, total=(bars.tasks[task].total or 0) + count)
-                for benchmark, answer in self._decode(base, sessions, files, repeat, benchmarks):
+                for benchmark, answer in self._decode(sessions, files, repeat, benchmarks):
                     if answer:
                         if not num_new:
                             files.add_event(asdict(start))
@@ -128,7 +127,7 @@ class OwnLoop:
                 yield repeat, benchmarks
 
     def _decode(
-        self, base: Base, sessions: dict[str, Session], files: AnswerFiles, repeat: int, benchmarks: list[str]
+        self, sessions: dict[str, Session], files: AnswerFiles, repeat: int, benchmarks: list[str]
     ) -> Iterator[tuple[str, Answer | None]]:
         """The benchmark of each question and drafter with its answer, or None if the files hold that already."""
         for benchmark in benchmarks:
@@ -137,7 +136,7 @@ class OwnLoop:
             done = {key: answer for key, answer in answers.items() if answer}
             yield from [(benchmark, None)] * len(done)
             options = self.conditions.template, self.conditions.caps[benchmark], done, repeat
-            for answer in answer_questions(base, sessions, self.questions[benchmark], *options):
+            for answer in answer_questions(sessions, self.questions[benchmark], *options):
                 yield benchmark, replace(answer, repeat=repeat, load=timing.load_average())
 
     # ---- what was decoded
@@ -209,10 +208,9 @@ def is_precise(error: float | None) -> bool:
 # ---- one question after the other
 
 
-def answer_question(
-    session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int
-) -> Answer:
+def answer_question(session: Session, name: str, question: Question, template: str, max_new_tokens: int) -> Answer:
     """Decode all turns of a question with the drafter of a session, see `answer_turns`."""
+    base = session.runner.base
     on_gpu = base.model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(base.model.device)
@@ -244,7 +242,6 @@ def decoding_order(names: Sequence[str], ids: Iterable[int], repeat: int = 0) ->
 
 
 def answer_questions(
-    base: Base,
     sessions: dict[str, Session],
     questions: Sequence[Question],
     template: str,
@@ -263,13 +260,13 @@ def answer_questions(
     slots = decoding_order(list(sessions), by_id, repeat)
     unfinished = dict.fromkeys(name for number, name in slots if (number, name) not in done)
     for name in unfinished:
-        answer_question(sessions[name], name, questions[0], base, template, min(WARM_UP_TOKENS, max_new_tokens))
+        answer_question(sessions[name], name, questions[0], template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()
     for number, name in slots:
         before, remembers = done.get((number, name)), sessions[name].drafter.remembers
         if before and not (name in unfinished and remembers):
             continue
-        answer = answer_question(sessions[name], name, by_id[number], base, template, max_new_tokens)
+        answer = answer_question(sessions[name], name, by_id[number], template, max_new_tokens)
         if not before:
             yield answer
         elif comparable(answer) != comparable(before):

@@ -138,7 +138,7 @@ def test_texts_are_drawn_as_the_options_say(run, asked, tmp_path):
     question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
     for name in ("none", "joint"):
         session = Session(Runner(base), drafter_specs.make(name, Runner(base)), KeyedSampler(**sampling))
-        expected = answer_question(session, name, question, base, "tokenizer", 14)
+        expected = answer_question(session, name, question, "tokenizer", 14)
         assert comparable(found.answers["mt_bench"][name][0]) == comparable(expected)
 
 
@@ -221,7 +221,7 @@ QUESTIONS = [Question(at, "a", (f"w5 w6 w{7 + at} w5 w6",)) for at in range(4)]
 
 def decoded(base, drafter, questions, sampler=None):
     session = Session(Runner(base), drafter, sampler)
-    return [comparable(answer_question(session, "it", question, base, "tokenizer", 16)) for question in questions]
+    return [comparable(answer_question(session, "it", question, "tokenizer", 16)) for question in questions]
 
 
 def every_drafter(base, make_drafter):
@@ -281,7 +281,7 @@ def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(ma
     }
 
     def decode(done):
-        answers = answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done)
+        answers = answer_questions(sessions, QUESTIONS, "tokenizer", 12, done)
         return {(answer.question_id, answer.drafter): answer for answer in answers}
 
     whole = decode({})

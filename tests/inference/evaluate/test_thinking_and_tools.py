@@ -91,7 +91,7 @@ def test_later_turns_see_the_marks_of_earlier_reasoning_where_they_are_special_t
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'].split('<think>')[0] + ' ' }}{% endfor %}w31"
     base = Base("toy", make_base(dtype=torch.float32, predictable=True).model, tokenizer)
     session, asked = Session(Runner(base), NoDrafter()), Question(1, "a", ("w9 w10", "w11"))
-    first, second = answer_question(session, "none", asked, base, "tokenizer", 9).turns
+    first, second = answer_question(session, "none", asked, "tokenizer", 9).turns
     assert first.token_ids[7] == 5 and first.text.split()[7] == "<think>"
     assert second.prompt_tokens == len(["w9", "w10", *first.token_ids[:7], "w11", "w31"])
 

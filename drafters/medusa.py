@@ -224,7 +224,7 @@ class MedusaDraftOptions:
         tree: ``best_first``, the most probable combinations, or ``chain``, the most probable token of each head.
         num_nodes: M, largest number of nodes in a draft tree.
         top_k: Most probable tokens of each head that may enter the tree.
-        static: A fixed tree instead of ``tree``: paths of ranks, parents first, as `drafters tune` writes them.
+        static: A fixed tree instead of ``tree``: paths of ranks, parents first; a JSON file has them under ``static``.
     """
 
     tree: Literal["best_first", "chain"] = "best_first"

@@ -278,8 +278,8 @@ def _key(answer: Answer) -> Key:
 
 
 def complete_repeats(answers: Mapping[Key, Answer], ids: Sequence[int]) -> list[list[Answer]]:
-    """The answers of each repeat, in the order of the ids, up to the first repeat that lacks some."""
-    repeats = takewhile(lambda repeat: all((repeat, number) in answers for number in ids), count())
+    """The answers of each repeat, in the order of the ids, up to the first repeat that lacks some; none without ids."""
+    repeats = takewhile(lambda repeat: bool(ids) and all((repeat, number) in answers for number in ids), count())
     return [[answers[repeat, number] for number in ids] for repeat in repeats]
 
 

@@ -43,6 +43,12 @@ def test_answers_come_back_as_they_were_written(tmp_path):
     assert found == {"b": [other]} and again.all_answers() == files.all_answers() and again.events == [{"start": 1}]
 
 
+def test_repeats_are_complete_up_to_the_first_that_lacks_a_question():
+    recorded = {(repeat, number): ANSWER for repeat, number in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1), (3, 2))}
+    assert len(records.complete_repeats(recorded, [1, 2])) == 2 and len(records.complete_repeats(recorded, [1])) == 4
+    assert records.complete_repeats(recorded, []) == [], "also where a damaged file lacks the first repeat"
+
+
 def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
     line = json.loads(json.dumps(records.to_json(ANSWER)))
     assert (line["question_id"], line["model_id"], line["category"]) == (81, "ctc", "writing")

@@ -239,6 +239,8 @@ def write_store(
             f"{num_tokens:,} tokens, layers {','.join(map(str, manifest.layers))} in {manifest.dtype}",
             flush=True,
         )
+        manifest = replace(manifest, shards=tuple(finished[name] for name in sorted(finished)))
+        manifest.save(folder)  # also before the first shard: a folder that holds shards alone is not continued
         with progress_bars() as bars:
             task = bars.add_task("conversations", total=num_rows)
             for shard in write(missing):
@@ -259,7 +261,7 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
             raise ValueError(f"{folder} holds other files: give another --out")
         return {}
     earlier = Manifest.read(folder)
-    if name := manifest.differing_setting(earlier):
+    if earlier.shards and (name := manifest.differing_setting(earlier)):
         values = f"{getattr(earlier, name)}, not {getattr(manifest, name)}"
         setting = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
         raise ValueError(f"{folder} holds a store of another {setting} ({values}): give another --out")

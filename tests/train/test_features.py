@@ -32,7 +32,7 @@ from drafters import CTC, EAGLE, EAGLE3
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
-from train.features import ShardRow, divide_into_shards, parse_layers, write_in_processes
+from train.features import ShardRow, divide_into_shards, parse_layers, write_in_processes, write_store
 from train.memory import memory_parts, num_bytes
 from train.module import DrafterTraining
 
@@ -187,6 +187,25 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
         name: content for name, (content, _) in whole.items()
     }, "byte by byte what an uninterrupted run writes"
     assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_within_its_first_shards_continues(call, tiny, stores, tmp_path):
+    folder, manifest = tmp_path / "store", Manifest.read(stores / "float32")
+    second = manifest.shards[1].file
+
+    def stopped(shards):
+        shutil.copy(stores / "float32" / second, folder)  # complete before the first, so not yet recorded
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        write_store(folder, replace(manifest, shards=(), dtype="float16"), [[ShardRow(0, b"", 4)]] * 3, stopped)
+    assert second in state(folder)
+    call(run_drafters, *command(tiny, folder)).succeeded()
+    assert {name: content for name, (content, _) in state(folder).items()} == {
+        name: content for name, (content, _) in state(stores / "float32").items()
+    }
 
 
 @pytest.mark.slow

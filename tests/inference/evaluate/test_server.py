@@ -224,6 +224,14 @@ def test_mistakes_are_explained_in_one_line_without_the_key(options, message, ba
     assert stopped.value.code == 2 and message in error and "secret" not in error and "Traceback" not in error
 
 
+def test_a_drafter_that_vllm_cannot_serve_is_refused_before_any_server_starts(words, monkeypatch, capsys):
+    monkeypatch.setattr(server, "installed_vllm", lambda: ("torch", "0.32.0"))
+    monkeypatch.setattr(server, "running_vllm", lambda *_: pytest.fail("a server was started"))
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--server", "vllm", "--drafter", "self_speculative", "--concurrency", "1"])
+    assert stopped.value.code == 2 and "the drafter self_speculative reads the base" in capsys.readouterr().err
+
+
 # ---- the process of vLLM
 
 # A server that is healthy at once, with a child process.

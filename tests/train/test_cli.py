@@ -25,7 +25,8 @@ from train.cli import (
 )
 
 NAMES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
-WHOLE = [name for name in NAMES if name != "debug.yaml" and not name.startswith("strategy/")]
+OVERLAYS = "debug.yaml", "ctc_served.yaml"
+WHOLE = [name for name in NAMES if name not in OVERLAYS and not name.startswith("strategy/")]
 
 
 # ---- help

@@ -22,7 +22,7 @@ from data.tokenizer import tokenizer_hash
 from drafters import CTC, EAGLE, EAGLE3, Block, checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import load_base
-from train.cli import run_drafters
+from train.cli import run_drafters, run_lightning
 from train.formats import gguf as formats
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -162,6 +162,18 @@ def test_the_line_that_starts_llama_cpp_is_printed_for_a_base_that_fits(base, ca
     assert "was trained for a base with another tokenizer.ggml.tokens than" in said
     said = call(run_drafters, "serve-command", tmp_path / "dspark", "--engine", "llama.cpp").one_line_error("drafters")
     assert "pass what `drafters export --format gguf` wrote" in said
+
+
+@pytest.mark.slow
+def test_the_overlay_for_llama_cpp_trains_what_the_format_holds(call, tmp_path):
+    """The recipe of SmolLM2 has all that the format refuses: a lookup, copies, fewer tokens, a window."""
+    configs = [word for name in ("smollm2", "ctc_served", "debug") for word in ("--config", f"{name}.yaml")]
+    short = ["--trainer.max_steps", 1, "--trainer.val_check_interval", 1, "--trainer.logger", "false"]
+    call(run_lightning, "fit", *configs, *short, "--trainer.default_root_dir", tmp_path).succeeded()
+    export = "export", tmp_path / "checkpoints" / "best.ckpt", tmp_path / "gguf", "--format", "gguf"
+    assert call(run_drafters, *export, "--mask_token_id", 0).code == 0
+    fields, tensors = content(tmp_path / "gguf" / "model.gguf")
+    assert fields["dflash.block_size"] == 8 and tensors["markov_w1.weight"].shape.tolist()[0] == 128
 
 
 @pytest.mark.parametrize("name", ["dspark", "dspark without a bias", "ctc"])

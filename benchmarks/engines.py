@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -29,6 +30,7 @@ from inference.timing import processor_name
 from inference.verifier.base import load_base_info
 
 START_SECONDS = 600.0
+REST_SECONDS = 3.0  # before each request: vLLM's processes are busy for a second after an answer
 WITH = " + "  # between the name of an engine and that of its drafter
 HEADINGS = ["server", "tokens/s", "× the first", "interval", "first token, s", "answers as without drafts"]
 
@@ -146,7 +148,8 @@ def identity(command: str) -> str:
 
 
 def ask(server: Server, question: Question, prompt: list[int], max_new_tokens: int) -> Timed:
-    """Ask a server for the answer to a question of one turn."""
+    """Ask a server for the answer to a question of one turn, when the server before it has come to rest."""
+    time.sleep(REST_SECONDS)
     turn = server.complete(question, [user_message(question.turns[0])], prompt, max_new_tokens)
     return Timed(turn.token_ids, turn.seconds, turn.arrivals[0][0] if turn.arrivals else turn.seconds)
 

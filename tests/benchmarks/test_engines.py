@@ -27,6 +27,7 @@ def compared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setattr(engines, "REST_SECONDS", 0)
         engines.engines(BASE, "servers.txt", limit=2, max_new_tokens=16, out="out.md")
     return folder, printed.getvalue()
 

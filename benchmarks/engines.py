@@ -30,7 +30,7 @@ from inference.timing import processor_name
 from inference.verifier.base import load_base_info
 
 START_SECONDS = 600.0
-REST_SECONDS = 3.0  # before each request: vLLM's processes are busy for a second after an answer
+REST_SECONDS = 3.0  # before each request: right after vLLM's answers others took up to a second longer
 WITH = " + "  # between the name of an engine and that of its drafter
 HEADINGS = ["server", "tokens/s", "× the first", "interval", "first token, s", "answers as without drafts"]
 

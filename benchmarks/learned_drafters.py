@@ -133,6 +133,8 @@ FAIR_ARMS = [
 ]
 FAIR = {arm.name: arm for arm in FAIR_ARMS}
 ARMS |= FAIR
+FEWER_ANCHORS = METHODS["ctc"][1] | {"num_anchors": 16}
+ARMS["ctc_16_anchors"] = Arm("ctc_16_anchors", "CTC", FEWER_ANCHORS, FAIR["ctc_muon_0.008"].model, "ctc")
 GROUPS = {
     "fair": [*FAIR],
     **{f"fair_{method}": [name for name, arm in FAIR.items() if arm.method == method] for method in METHODS},

@@ -239,8 +239,8 @@ def write_store(
             f"{num_tokens:,} tokens, layers {','.join(map(str, manifest.layers))} in {manifest.dtype}",
             flush=True,
         )
-        manifest = replace(manifest, shards=tuple(finished[name] for name in sorted(finished)))
-        manifest.save(folder)  # also before the first shard: a folder that holds shards alone is not continued
+        if not finished:
+            manifest.save(folder)  # a folder that holds shards alone would not be continued
         with progress_bars() as bars:
             task = bars.add_task("conversations", total=num_rows)
             for shard in write(missing):

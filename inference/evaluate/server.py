@@ -264,11 +264,11 @@ class Servers:
 
         Raises ValueError if vLLM cannot serve the drafter.
         """
-        spec, dtype, port = self.conditions.drafters[drafter].spec, self.conditions.dtype, free_port()
+        spec = self.conditions.drafters[drafter].spec
         if "://" in spec:
             return None
-        named = None if spec == BASELINE else spec
-        return make_launch(self.conditions.base, named, None, dtype, port, self.most_drafted), port
+        port, named = free_port(), None if spec == BASELINE else spec
+        return make_launch(self.conditions.base, named, None, self.conditions.dtype, port, self.most_drafted), port
 
     def _servers(
         self, drafter: str, runs: Sequence[ServedRun], vllm: tuple[Launch, int] | None, log: Path

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from time import perf_counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,16 +64,6 @@ class LocalAnswerer:
         torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
         half = len(requests) // 2
         return self.answer(requests[:half], advance) + self.answer(requests[half:], advance)
-
-    def estimated_seconds(self, batches: Sequence[Sequence[Request]]) -> float:
-        """Estimate how long batches take if no answer ends early, by three steps of the one in the middle."""
-        trial, moments = batches[len(batches) // 2], [perf_counter()]
-        short = [replace(request, max_new_tokens=min(3, request.max_new_tokens)) for request in trial]
-        self.answer(short, lambda _: moments.append(perf_counter()))
-        prefill, *steps = (after - before for before, after in pairwise(moments))
-        widths = [max(len(request.prompt) for request in batch) * len(batch) for batch in [trial, *batches]]
-        num_steps = sum(max(request.max_new_tokens for request in batch) - 1 for batch in batches)
-        return prefill / widths[0] * sum(widths[1:]) + sum(steps) / (len(steps) or 1) * num_steps
 
     def read(self, reply: Any) -> list[int]:
         """Return a reply that a journal holds; raises ValueError if the base cannot have given it."""

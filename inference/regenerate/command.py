@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,6 @@ from inference.verifier.session import check_prompt
 
 OWN_PROMPTS = SamplingOptions(temperature=0.85)  # how prompts of the base's own are sampled
 MAX_PROMPT_TOKENS = 192  # a longer one is left out
-MIN_BATCHES_OF_ESTIMATE = 4  # the time of fewer is not estimated, which takes the prefill of one of them
 
 
 def regenerate(
@@ -173,11 +171,6 @@ def answer_all(
                     seed = derived_seed(sampling.seed, *divmod(index, options.num_answers), turn) % NUM_SEEDS
                     requests[index] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
             batches = list(batches_of(requests, options.batch_size, max_tokens))
-            waiting = [[*batch.values()] for batch in batches if recorded.missing(turn, batch)]
-            if isinstance(answerer, LocalAnswerer) and len(waiting) >= MIN_BATCHES_OF_ESTIMATE:
-                left = timedelta(seconds=round(answerer.estimated_seconds(waiting)))
-                count = f"turn {turn + 1}: {sum(map(len, waiting)):,} prompts in {len(waiting):,} batches"
-                print(f"{count}, about {left} if no answer ends early", file=sys.stderr, flush=True)
             num_left = sum(dialogue.num_remaining for dialogue in dialogues) * options.max_new_tokens
             for batch in batches:
                 task.total = task.completed + num_left

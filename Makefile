@@ -70,8 +70,8 @@ $(SMOLLM2_BASE): | install
 
 # HumanEval and MBPP on a base that people run. Without the hub, give the files of their questions: HUMANEVAL=FILE MBPP=FILE
 qwen: $(QWEN_BASE)
-	$(BIN)/drafters verify $(QWEN_ARGS) --limit 1 --max_new_tokens 48 $(EVAL_ARGS)
-	$(BIN)/drafters eval $(QWEN_ARGS) --rows random:8:0 --max_new_tokens 128 --repeats 1 --out $(QWEN)/eval --overwrite $(EVAL_ARGS)
+	$(BIN)/drafters verify $(QWEN_ARGS) --limit 1 --max_new_tokens 32 $(EVAL_ARGS)
+	$(BIN)/drafters eval $(QWEN_ARGS) --rows random:4:0 --max_new_tokens 128 --repeats 1 --out $(QWEN)/eval --overwrite $(EVAL_ARGS)
 
 $(QWEN_BASE): | install
 	mkdir -p $(QWEN)/parts

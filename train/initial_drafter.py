@@ -82,9 +82,10 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
 
     End-of-sequence tokens are always among them, and so are the special tokens that the assistant writes, such as the
     end marks of a chat template. An LM head of the drafter's own starts as the base's rows for these tokens. A drafter
-    for the whole vocabulary stays as it is, and so does an initial one, which brings its tokens. All processes choose
-    the same, and the first prints the share of the text that they cover. Raises ValueError if there are no ``rows``,
-    the tokenised training set, or not enough room for the tokens that are always kept.
+    for the whole vocabulary stays as it is. An initial one keeps its tokens if it has weights for each of them; else it
+    drafts those of the new text, and of its own as many as there is room for. All processes choose the same, and the
+    first prints the share of the text that they cover. Raises ValueError if there are no ``rows``, the tokenised
+    training set, or not enough room for the tokens that are always kept.
     """
     tokens: torch.Tensor | None = getattr(drafter, "draft_tokens", None)
     if tokens is None or (is_initial and rows is None):
@@ -92,10 +93,16 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
     if rows is None:
         raise ValueError("draft_vocab_size needs the training set of ShareGPTData, and there is none: leave it out")
     counts = torch.from_numpy(assistant_token_counts(rows, base.shape.vocab_size))
-    if not is_initial:
+    ranked = counts
+    if is_initial:
+        ranked = 2 * counts
+        ranked[tokens.cpu()] += 1  # of equally frequent tokens, its own come first
+    sizes = {size for weight in drafter.parameters() for size in weight.shape}
+    if not is_initial or not sizes & {len(tokens), len(tokens) + 1}:  # with the blank of CTC
         special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
         kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}
-        tokens.copy_(most_frequent(counts, len(tokens), kept))
+        tokens.copy_(most_frequent(ranked, len(tokens), kept))
+    if not is_initial:
         drafter.initialise(base.base_weights)
     share = counts[tokens.cpu()].sum() / counts.sum()
     rank_zero_info(

@@ -195,6 +195,31 @@ def test_a_head_of_the_drafters_own_starts_as_the_bases_rows_for_the_chosen_toke
     assert torch.equal(drafter.lm_head.weight, tiny_base.base_weights.head[drafter.draft_tokens])
 
 
+def test_an_initial_drafter_drafts_the_new_texts_tokens_unless_it_has_weights_for_its_own(tiny_base, rows, counts):
+    own = torch.arange(tiny_base.shape.vocab_size)[-NUM_TOKENS:]
+    few = rows.select([0]).map(lambda row: row | {"loss_mask": [0] * 150 + row["loss_mask"][150:]})
+    said = {few[0]["input_ids"][place] for place, is_assistants in enumerate(few[0]["loss_mask"]) if is_assistants}
+    assert 0 < len(said | tiny_base.eos) < NUM_TOKENS
+    for kind, options, text, keeps in (
+        (CTC, {"trunk": {"draft_vocab_size": NUM_TOKENS}}, rows, False),
+        (CTC, {"trunk": {"draft_vocab_size": NUM_TOKENS}}, few, False),
+        (CTC, {"trunk": {"draft_vocab_size": NUM_TOKENS, "markov_rank": 4}}, rows, True),
+        (drafters.EAGLE3, {"own_head": True, "draft_vocab_size": NUM_TOKENS}, rows, True),
+    ):
+        drafter = build(kind, tiny_base.shape, options)
+        drafter.draft_tokens.copy_(own)
+        choose_draft_tokens(drafter, tiny_base, text, is_initial=True)
+        chosen = set(drafter.draft_tokens.tolist())
+        if keeps:
+            assert chosen == set(own.tolist())
+        elif text is rows:
+            assert min(counts[token] for token in chosen - tiny_base.eos) >= max(
+                number for token, number in counts.items() if token not in chosen
+            )
+        else:
+            assert said <= chosen and chosen - said - tiny_base.eos <= set(own.tolist()), "filled up with its own"
+
+
 @pytest.mark.slow
 def test_a_further_training_says_for_which_base_its_drafter_was_and_how_much_of_the_text_it_can_draft(
     fit, imported, tiny_base, counts, caplog

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
+from inference.timing import processor_name
 from train.strategies import FSDP2, is_deepspeed
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -153,7 +154,7 @@ class Muon(torch.optim.Optimizer):
 
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
     2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
-    multiplies in float32 on a CPU without instructions for bfloat16. The weight decay is decoupled as in AdamW;
+    multiplies in float32 on a CPU where bfloat16 is not faster. The weight decay is decoupled as in AdamW;
     ``momentum`` is the share of the average of the gradients that is kept at each step.
     """
 
@@ -194,6 +195,10 @@ def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:
     return (x.T if len(matrix) > matrix.shape[1] else x).to(matrix.dtype)
 
 
+@lru_cache
 def _working_dtype(device: torch.device) -> torch.dtype:
-    has_bfloat16 = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    # An Intel Xeon with AVX-512 but without AMX multiplied 512 x 896 x 4864 in it at 0.55 times the speed of float32.
+    is_fast = torch.cpu._is_avx512_bf16_supported() and "Intel" not in processor_name()
+    return torch.bfloat16 if is_fast else torch.float32

@@ -62,6 +62,7 @@ class Manifest:
     files: tuple[dict[str, Any], ...] = ()  # name, size and time, for information only: rows are found by key
     shards: tuple[Shard, ...] = ()  # those written so far, in order
     is_complete: bool = False
+    computed_in: str = ""  # the dtype in which the base ran, if not base_dtype
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically."""

@@ -92,7 +92,8 @@ def features(
         layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state, which losses
             that distil the base's distribution read.
         dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
-        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
+        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training; but a store that int8
+            wrote on a CPU, by exact products of integers, is for a training with bfloat16.
         device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
         devices: Number of GPUs, or of processes on a CPU, that write shards at the same time.
         batch_size: Conversations per forward pass of the base.

@@ -43,6 +43,7 @@ from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
 from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, base_hash, load_base, prepare_process, resolve_device
+from inference.verifier.int8 import quantise_layers
 from inference.verifier.sampling import most_probable
 from train.served import ServedStates
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     # Of `write_shards`, for all shards.
-    ShardOptions = tuple[Path, Dataset, Sequence[int], StoreDtype, int, ServedStates | None]
+    ShardOptions = tuple[Path, Dataset, Sequence[int], StoreDtype, int, ServedStates | None, bool]
 
 
 @torch.no_grad()
@@ -63,9 +64,9 @@ def compute_features(
     """
     with torch.autocast(input_ids.device.type, enabled=False):
         hidden, last_hidden = base.hidden_states(input_ids, layers)
-        head = base.base_weights.head
+        head: Any = base.model.get_output_embeddings()
         # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
-        labels = torch.stack([most_probable(states @ head.T) for states in last_hidden])
+        labels = torch.stack([most_probable(head(states)) for states in last_hidden])
     return TrainingBatch(hidden, last_hidden, input_ids, labels, loss_mask, step)
 
 
@@ -121,6 +122,8 @@ def features(
     place = resolve_device(device)
     if devices < 1 or (place.type == "cuda" and devices > torch.cuda.device_count()):
         raise ValueError(f"devices is {devices}: give at least 1, and no more than there are GPUs")
+    in_int8 = base_dtype == "int8" and place.type == "cpu" and not served
+    base_dtype = "bfloat16" if in_int8 else base_dtype  # of the base that the store is for
     loaded = load_base(base, base_dtype, "cpu" if devices > 1 or served else place, bitwise=False, movable=True)
     if max_length > loaded.context_length:
         raise ValueError(
@@ -160,8 +163,9 @@ def features(
         num_tokens=sum(row.length for shard in shards for row in shard),
         shard_bytes=shard_bytes,
         files=tuple({"name": file} for file in files),
+        computed_in="int8" if in_int8 else "",
     )
-    options = folder, texts, numbers, dtype, 1 if states else batch_size, states
+    options = folder, texts, numbers, dtype, 1 if states else batch_size, states, in_int8
     if devices == 1:
         write_store(folder, manifest, shards, partial(write_shards, loaded, place, *options))
     else:
@@ -262,8 +266,9 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
         return {}
     earlier = Manifest.read(folder)
     if earlier.shards and (name := manifest.differing_setting(earlier)):
-        values = f"{getattr(earlier, name)}, not {getattr(manifest, name)}"
-        setting = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
+        earlier_value, value = (getattr(store, name) or store.base_dtype for store in (earlier, manifest))
+        setting = {"rows": "set of conversations", "base_hash": "base", "computed_in": "base_dtype"}.get(name, name)
+        values = f"{earlier_value}, not {value}"
         raise ValueError(f"{folder} holds a store of another {setting} ({values}): give another --out")
     return {
         shard.file: shard
@@ -274,14 +279,19 @@ def find_finished_shards(folder: Path, manifest: Manifest) -> dict[str, Shard]:
 
 def write_shards(
     base: Base, device: torch.device, folder: Path, texts: Dataset, layers: Sequence[int], dtype: StoreDtype,
-    batch_size: int, served: ServedStates | None, shards: Mapping[str, Sequence[ShardRow]],
+    batch_size: int, served: ServedStates | None, in_int8: bool, shards: Mapping[str, Sequence[ShardRow]],
 ) -> Iterator[Shard]:  # fmt: skip
-    """Write shards, and yield each that is complete. While one is written to the disk, the base computes the next."""
+    """Write shards, and yield each that is complete. While one is written to the disk, the base computes the next.
+
+    With ``in_int8``, the layers of a base on the CPU are quantised first (`inference.verifier.int8`).
+    """
     compute: Callable[..., TrainingBatch] = served.compute if served else compute_features
     if served:
         decoder: Any = base.model.base_model
         decoder.layers = None  # neither moved nor run; texts come one at a time
     base.move_to(device)
+    if in_int8:
+        quantise_layers(base.model)
     prepare_process(device)
     turn, is_stopped = Lock(), Event()
 

@@ -29,6 +29,7 @@ from data.module import ShareGPTData
 from data.templates import TEMPLATES
 from data.tokenizer import load_tokenizer
 from drafters import CTC, EAGLE, EAGLE3
+from inference.verifier.int8 import can_multiply_int8
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
@@ -222,13 +223,33 @@ def test_two_processes_write_the_bytes_of_one_and_continue_what_it_began(call, t
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not can_multiply_int8(), reason="needs exact products of integers")
+def test_a_store_written_in_int8_on_a_cpu_serves_a_training_with_bfloat16(call, tiny, tmp_path):
+    stored = {}
+    for name, options in {"bfloat16": {}, "int8": {}, "two": {"base_dtype": "int8", "devices": 2}}.items():
+        options = {"base_dtype": name, "device": "cpu"} | options
+        call(run_drafters, *command(tiny, tmp_path / name, **options)).succeeded()
+        data = ShareGPTData(str(tiny), features=str(tmp_path / name), val_size=4, batch_size=4, **DATA)
+        data.setup("fit")
+        stored[name] = StoredRows(data.store, data._places)
+    for exact, quantised, other in zip(*stored.values(), strict=True):
+        states = exact["hidden"].float()
+        assert 0 < (quantised["hidden"].float() - states).norm() < 0.02 * states.norm()
+        assert (quantised["labels"] == exact["labels"]).float().mean() > 0.9
+        assert torch.equal(quantised["hidden"], other["hidden"]), "each process quantises alike"
+    assert Manifest.read(tmp_path / "int8").base_dtype == "bfloat16"
+    mixed = call(run_drafters, *command(tiny, tmp_path / "int8", base_dtype="bfloat16", device="cpu"))
+    assert "a store of another base_dtype (int8, not bfloat16)" in mixed.one_line_error("drafters")
+
+
+@pytest.mark.slow
 def test_what_ends_a_process_that_writes_shards_ends_the_command_in_one_line(tiny, stores, tmp_path):
     base, cpu = (str(tiny), "float32"), torch.device("cpu")
     rows, keys = read_data(tiny, stores / "float32", val_size=0).train_set, [bytes([1]) * 16] * 9
 
     def write(numbers, source=base):
         shards = {f"{number}": [ShardRow(number, keys[0], 400)] for number in numbers}
-        return list(write_in_processes([cpu] * 2, source, (tmp_path, rows, (0,), "float32", 4, None), shards))
+        return list(write_in_processes([cpu] * 2, source, (tmp_path, rows, (0,), "float32", 4, None, False), shards))
 
     assert [shard.num_rows for shard in write([0, 1, 2])] == [1, 1, 1]
     assert "no-such-base" in refusal(write, [0, 1], source=("no-such-base", "float32"))

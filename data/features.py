@@ -135,10 +135,10 @@ def row_keys(rows: Dataset) -> list[bytes]:
     return keys
 
 
-def write_shard(
-    path: Path, keys: Sequence[bytes], rows: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
-) -> Shard:
-    """Write one shard atomically, or raise ValueError if the states do not fit the dtype or the disk.
+def pack_shard(
+    keys: Sequence[bytes], rows: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
+) -> dict[str, Tensor]:
+    """Return the tensors of one shard, or raise ValueError if the states do not fit the dtype.
 
     Each row has a key, ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), which holds
     the F layers side by side.
@@ -161,10 +161,16 @@ def write_shard(
     data = {name: torch.cat(columns.pop(name)).contiguous() for name in list(columns)}
     data["starts"] = torch.tensor([0, *lengths]).cumsum(0)
     data["keys"] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
+    return data
+
+
+def save_shard(path: Path, data: dict[str, Tensor]) -> Shard:
+    """Write the tensors of one shard atomically, or raise ValueError if the disk has no room."""
     try:
         with atomic_write(path) as new:
             save_file(data, new)
-            return Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))
+            sizes = len(data["keys"]), int(data["starts"][-1])
+            return Shard(path.name, *sizes, new.stat().st_size, checksum(new))
     except (OSError, SafetensorError, DiskError) as error:
         raise ValueError(
             f"{path} cannot be written ({error}): free some space and run again, finished shards are kept"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Event, Lock
 from time import sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,10 +29,11 @@ from data.features import (
     Shard,
     StoreDtype,
     bytes_per_token,
+    pack_shard,
     row_keys,
+    save_shard,
     stored_template,
     unpack,
-    write_shard,
 )
 from data.files import checksum, hash_of
 from data.rows import check_tokens, describe, lengths, tokenise
@@ -122,6 +122,7 @@ def features(
     place = resolve_device(device)
     if devices < 1 or (place.type == "cuda" and devices > torch.cuda.device_count()):
         raise ValueError(f"devices is {devices}: give at least 1, and no more than there are GPUs")
+    prepare_process(place)
     in_int8 = base_dtype == "int8" and place.type == "cpu" and not served
     base_dtype = "bfloat16" if in_int8 else base_dtype  # of the base that the store is for
     loaded = load_base(base, base_dtype, "cpu" if devices > 1 or served else place, bitwise=False, movable=True)
@@ -292,17 +293,12 @@ def write_shards(
     base.move_to(device)
     if in_int8:
         quantise_layers(base.model)
-    prepare_process(device)
-    turn, is_stopped = Lock(), Event()
 
     def rows_of(shard: Sequence[ShardRow]) -> Iterator[dict[str, Any]]:
         for start in range(0, len(shard), batch_size):
-            if is_stopped.is_set():
-                raise ValueError("stopped")
             conversations = [texts[row.number] for row in shard[start : start + batch_size]]
             padded = collate(conversations)
-            with turn:
-                batch = compute(base, layers, padded["input_ids"].to(device), padded["loss_mask"])
+            batch = compute(base, layers, padded["input_ids"].to(device), padded["loss_mask"])
             for place, (conversation, length) in enumerate(zip(conversations, padded["lengths"].tolist(), strict=True)):
                 yield {
                     "id": conversation["id"],
@@ -312,14 +308,14 @@ def write_shards(
                     "labels": batch.labels[place, :length],
                 }
 
-    def write(item: tuple[str, Sequence[ShardRow]]) -> Shard:
-        return write_shard(folder / item[0], [row.key for row in item[1]], rows_of(item[1]), layers, dtype)
-
-    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
-        try:
-            yield from pool.map(write, shards.items())
-        finally:
-            is_stopped.set()
+    with ThreadPoolExecutor(1) as pool:
+        saving: list[Future[Shard]] = []
+        for name, shard in shards.items():
+            # In this thread: glibc gives back the large blocks of others, and the system fills new ones with zeros.
+            data = pack_shard([row.key for row in shard], rows_of(shard), layers, dtype)
+            yield from (earlier.result() for earlier in saving)
+            saving = [pool.submit(save_shard, folder / name, data)]
+        yield from (last.result() for last in saving)
 
 
 def write_in_processes(
@@ -347,6 +343,7 @@ def write_in_processes(
 
 def _write_part(results: Any, device: torch.device, source: tuple, options: ShardOptions, shards: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, which ends this one
+    prepare_process(device)
     try:
         base = load_base(source[0], source[1], device, bitwise=False, movable=True)
         for shard in write_shards(base, device, *options, shards):

@@ -104,18 +104,23 @@ class Speed(L.Callback):
         left = timedelta(seconds=round(self.step_seconds * num_left))
         return f": {num_left:,} more take about {left}, validation left out"
 
-    def say(self, trainer: L.Trainer, is_due: bool = False) -> None:
-        """Print how far the training is, if a line is due: each minute where there is no progress bar to see."""
+    def say(self, trainer: L.Trainer, is_due: bool = False, validated: int = 0) -> None:
+        """Print how far the training is, or a validation without one, after so many batches, if a line is due.
+
+        One is due each minute where there is no progress bar to see.
+        """
         has_bar = sys.stdout.isatty() and trainer.progress_bar_callback
         if not is_due and (has_bar or time.monotonic() - self.line_time < 60):
             return
         self.line_time, metrics = time.monotonic(), trainer.callback_metrics  # which all processes may have to add up
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and trainer.state.fn != TrainerFn.FITTING:
+            print(f"validation: {validated} of {sum(trainer.num_val_batches)} batches", flush=True)
+        elif trainer.is_global_zero:
             parts = [text.format(float(metrics[name])) for name, text in PRINTED.items() if name in metrics]
             print(", ".join([f"step {trainer.global_step:,}", *parts]) + self.time_left(trainer), flush=True)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.say(trainer)
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.say(trainer, validated=args[3] + 1)  # the number of the batch
 
     def on_validation_start(self, *_: Any) -> None:
         self.step_end = None

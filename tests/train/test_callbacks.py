@@ -110,6 +110,13 @@ def test_each_validation_and_without_a_progress_bar_each_minute_says_how_far_the
 
 
 @pytest.mark.slow
+def test_a_validation_alone_says_each_minute_how_far_it_is(call, write_recipe, tmp_path, monkeypatch):
+    set_clock(monkeypatch, monotonic=iter(range(0, 10**6, 60)).__next__)
+    said = call(run_lightning, "validate", "--config", write_recipe(tmp_path)).succeeded().out
+    assert re.findall(r"^validation: (\d) of (\d) batches$", said, re.M) == [("1", "1")]
+
+
+@pytest.mark.slow
 def test_the_progress_bar_shows_the_acceptance_length_at_80_columns(call, write_recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}}

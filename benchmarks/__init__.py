@@ -15,6 +15,7 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base, by `widening`)
 - docs/results/training.md: `training_speed` (a training step by phase) and `training_launches` (what a step of the
   recipes for large bases launches)
+- docs/results/qwen.md: `task_quality` (scores of a base alone on whole benchmarks, many questions at once)
 - docs/fine_tune.md: `fine_tuned_drafter` (a base's drafter, trained further on the answers of a fine-tune)
 - `make gpu`: `gpu` (a page in ten minutes, with limits for its parts) and `gpu_parts` (what it measures)
 - docs/design.md: `launches` (operators, copies and waits of a decoding step)

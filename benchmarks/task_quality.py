@@ -5,6 +5,7 @@ otherwise than those of a text alone.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import isclose
 from typing import Literal
 
@@ -63,8 +64,10 @@ def task_quality(
             requests = {row: Request([], prompt, caps[name]) for row, prompt in enumerate(prompts.prompts)}
             replies: dict[int, list[int]] = {}
             with progress_bars() as bars:
-                for batch in bars.track(list(batches_of(requests, batch_size, max_tokens)), description=name):
-                    replies |= recorded.answer(turn, batch)
+                task = bars.add_task(f"{name}, tokens", total=len(requests) * caps[name])
+                for batch in batches_of(requests, batch_size, max_tokens):
+                    replies |= recorded.answer(turn, batch, partial(bars.advance, task))
+                    bars.update(task, completed=len(replies) * caps[name])  # as if all answers reached the cap
             texts = [decode_answer(replies[row], loaded.tokenizer).strip() for row in sorted(replies)]
             cut = sum(reply[-1] not in loaded.eos for reply in replies.values()) / len(replies)
             table.rows.append([name, f"{len(texts)}", quality(name, prompts.questions, texts), f"{100 * cut:.1f}"])

@@ -12,6 +12,7 @@ from typing import Literal
 from benchmarks.harness import ResultTable, main, show
 from data.benchmarks import Question, find_benchmark, score
 from data.dtypes import Dtype
+from data.files import hash_of
 from data.templates import decode_answer
 from inference import sandbox
 from inference.evaluate.intervals import ratio
@@ -32,8 +33,8 @@ def task_quality(
     max_new_tokens: int | None = None,
     batch_size: int = 64,
     max_tokens: int = 8192,
-    journal: str = "task_quality.jsonl",
-    out: str | None = None,
+    out: str = "task_quality.md",
+    overwrite: bool = False,
 ) -> None:
     """Answer the first turns of questions greedily in batches, and score them; a run that was stopped continues.
 
@@ -46,8 +47,8 @@ def task_quality(
         max_new_tokens: Maximum number of tokens of an answer; by default what the papers use for each benchmark.
         batch_size: Maximum number of questions answered together.
         max_tokens: Maximum number of tokens of the prompts read together, padding included.
-        journal: File that keeps the answers, from which a run with the same options continues.
-        out: Markdown file to write.
+        out: Markdown file to write; the answers are kept beside it, in a file with .jsonl behind this name.
+        overwrite: Replace answers that are there under other conditions.
     """
     selection = QuestionOptions(benchmark, rows=rows, max_new_tokens=max_new_tokens)
     questions = selection.load()
@@ -56,11 +57,14 @@ def task_quality(
     place = resolve_device(device)
     loaded = ModelOptions(base, dtype=dtype, device=device, bitwise=False).load_on(place)
     answerer, caps = LocalAnswerer(loaded, loaded.context_length), selection.caps()
-    settings = {"base": base_hash(loaded), "dtype": dtype, "benchmarks": selection.files(), "rows": rows, "caps": caps}
+    selected = selection.select(loaded, questions)
+    prompts_hash = hash_of([each.prompts for each in selected.values()], 16)
+    how = {"batch_size": batch_size, "max_tokens": max_tokens}  # by which rows are rounded
+    settings = {"base": base_hash(loaded), "dtype": dtype, "caps": caps, "prompts": prompts_hash, **how}
     table = ResultTable(f"Task quality of {base}", ["benchmark", "questions", "score, %", "cut, %"])
-    with Journal(journal, settings | {"batch_size": batch_size, "max_tokens": max_tokens}) as kept:
+    with Journal(f"{out}.jsonl", settings, overwrite) as kept:
         recorded = RecordedAnswers(answerer, kept)
-        for turn, (name, prompts) in enumerate(selection.select(loaded, questions).items()):
+        for turn, (name, prompts) in enumerate(selected.items()):
             requests = {row: Request([], prompt, caps[name]) for row, prompt in enumerate(prompts.prompts)}
             replies: dict[int, list[int]] = {}
             with progress_bars() as bars:

@@ -11,6 +11,7 @@ from data.conversations import user_message
 from data.templates import decode_answer, encode_prompt
 from inference.regenerate import answerers
 from inference.verifier.base import load_base
+from tests.conftest import refusal
 
 BASE, CAP = "checkpoints/tiny-chat", 60
 
@@ -35,7 +36,7 @@ def run(answers, tmp_path):
     ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"dtype": "float32", "device": "cpu", "max_new_tokens": CAP, "batch_size": 2}
-    options |= {"journal": str(tmp_path / "kept.jsonl"), "out": str(tmp_path / "out.md")}
+    options["out"] = str(tmp_path / "out.md")
     return partial(task_quality.task_quality, BASE, [f"gsm8k={tmp_path / 'questions.jsonl'}"], **options)
 
 
@@ -49,7 +50,7 @@ def test_the_score_is_that_of_each_question_alone(run, answers, tmp_path):
 
 def test_a_run_that_was_stopped_decodes_only_what_is_missing(run, monkeypatch, tmp_path):
     run()
-    kept, out = tmp_path / "kept.jsonl", tmp_path / "out.md"
+    kept, out = tmp_path / "out.md.jsonl", tmp_path / "out.md"
     whole, table = kept.read_bytes(), out.read_text().partition("##")[2]
     kept.write_bytes(whole[:-5])  # within the last batch
     decoded, decode = [], answerers.decode_batch
@@ -58,3 +59,4 @@ def test_a_run_that_was_stopped_decodes_only_what_is_missing(run, monkeypatch, t
     assert decoded == [1] and kept.read_bytes() == whole and out.read_text().partition("##")[2] == table
     run()
     assert decoded == [1], "nothing is left"
+    assert "different caps" in refusal(run, max_new_tokens=3) and kept.read_bytes() == whole

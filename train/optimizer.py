@@ -154,8 +154,8 @@ class Muon(torch.optim.Optimizer):
 
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
     2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
-    multiplies in float32 on a CPU where bfloat16 is not faster. The weight decay is decoupled as in AdamW;
-    ``momentum`` is the share of the average of the gradients that is kept at each step.
+    multiplies in float32 on a CPU without instructions for bfloat16, and on Intel's without AMX. The weight decay is
+    decoupled as in AdamW; ``momentum`` is the share of the average of the gradients that is kept at each step.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.graphed import NUM_ROWS, make_runner
+from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
 
 CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
@@ -34,6 +35,7 @@ def steps(
     contexts: list[int] = [256],  # noqa: B006
     graphed: bool = False,
     rounded: bool = False,
+    packed: bool = False,
     repeats: int = 50,
     out: str | None = None,
 ) -> None:
@@ -47,6 +49,7 @@ def steps(
         contexts: Numbers of cached tokens before the step.
         graphed: Also measure steps in CUDA graphs, of at most 63 nodes, in turns with the eager ones.
         rounded: Also measure steps without bit-identical rows.
+        packed: Multiply by packed weights, as `--forward packed` does.
         repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
         out: Markdown file to write the tables to.
     """
@@ -64,6 +67,8 @@ def steps(
         )
         if max(contexts) + max(nodes) + 1 > base.context_length:
             raise ValueError(f"the context of {name} ends at {base.context_length}: pass smaller --contexts or --nodes")
+        if packed:
+            pack_weights(base.model)
         base = replace(base, graphed=False)
         runners = {EAGER: make_runner(base)}
         runners |= {GRAPHED: make_runner(replace(base, graphed=True))} if graphed else {}

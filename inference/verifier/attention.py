@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from drafters.tree import DraftTree
-from inference.verifier.bitwise import EAGER, carrier, row_groups
+from inference.verifier.bitwise import EAGER, carrier, padded, row_groups
 
 MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds many and its mask is needed once
 
@@ -74,7 +74,7 @@ class TreeAttention:
         """
         root = start + len(pending) - 1
         positions = positions or [*range(start, root + 1), *(root + depth for depth in tree.depths)]
-        num_fillers = -len(positions) % (row_multiple or 1)
+        num_fillers = padded(len(positions), row_multiple) - len(positions)
         tokens = [*pending, *tree.tokens, *[pending[-1]] * num_fillers]
         fed = torch.tensor([tokens, [*positions, *[root] * num_fillers]], device=self.device)  # one copy to the device
         if row_multiple is None:

@@ -10,16 +10,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree, Growth
 from inference.verifier.bitwise import BLOCK, MAX_DEPTH, use_own_attention, use_transformers_attention
 from inference.verifier.check import model_state
+from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import Runner
 
-MULTIPLES = 4, 8, 16, 32  # with fewer rows, bits differ too rarely to be told by a few of them
+MULTIPLES = 4, 8, 16, 32  # with fewer rows, bits differ too rarely to be told by a few of them,
+PACKED_MULTIPLE = 2  # but packed products in half precision or 8 bits sum 4 rows and more alike, and 6 rows are fast
 VECTORS = 32  # values that torch's elementwise functions compute at once, in float32 with AVX-512
 PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # the trees and chains that are tried,
 CUTS = 4, 12, 24, 28, 48, 56, 76  # and where the text is cut
@@ -67,7 +69,7 @@ def _measure(runner: Runner) -> int | None:
     trees = [tree_around(text[-PATH_LENGTH:], num_nodes, runner.vocab_size, chance) for num_nodes in TREE_SIZES]
     trees += [(DraftTree.chain(text[-PATH_LENGTH:][:depth]), list(range(depth))) for depth in CHAINS]
     try:
-        for multiple in MULTIPLES:
+        for multiple in (PACKED_MULTIPLE, *MULTIPLES) if _is_packed(runner.base.model) else MULTIPLES:
             runner.row_multiple = multiple
             # The last values of an activation are computed without vectors, which may round differently, but rarely.
             fills_vectors = multiple * getattr(runner.base.config, "intermediate_size", 0) % VECTORS == 0
@@ -77,6 +79,12 @@ def _measure(runner: Runner) -> int | None:
     finally:
         runner.row_multiple = None
         runner.reset()
+
+
+def _is_packed(model: nn.Module) -> bool:
+    """Whether all linear layers of a model multiply packed weights in half precision, or in 8 bits."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]  # those in 8 bits are none
+    return all(isinstance(layer, PackedLinear) and layer.weight.dtype.itemsize == 2 for layer in layers)
 
 
 def _rows_agree(runner: Runner, text: Sequence[int], trees: Sequence[tuple[DraftTree, list[int]]]) -> bool:

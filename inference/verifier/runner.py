@@ -12,7 +12,7 @@ from drafters.protocol import Drafter, RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base
-from inference.verifier.bitwise import MAX_DEPTH
+from inference.verifier.bitwise import MAX_DEPTH, padded
 from inference.verifier.cache import BufferCache
 from inference.verifier.layers import run_base, unwrap
 
@@ -97,7 +97,7 @@ class Runner:
         fed = self.attention.feed(pending, tree, self.cached, self.cache, row_multiple=self.row_multiple)
         num_fed = len(pending) + len(tree)  # without the rows that fill up a multiple
         num_behind = fed.ids.shape[1] - len(pending) + 1  # rows from the root on
-        num_logits = min(num_behind + -num_behind % (self.row_multiple or 1), fed.ids.shape[1])
+        num_logits = min(padded(num_behind, self.row_multiple), fed.ids.shape[1])
         logits, states = run_base(self.causal_lm, fed, num_logits, layers)
         hidden = torch.cat([states[layer][0, :num_fed] for layer in layers], dim=-1) if layers else None
         return ForwardOutput(logits[num_logits - num_behind :][: 1 + len(tree)], hidden)  # hidden (P + M, F * D)

@@ -16,10 +16,12 @@ from inference.generation import generate
 from inference.timing import processor_name
 from inference.verifier import bitwise, packed
 from inference.verifier.base import Base
+from inference.verifier.bitwise import padded
 from inference.verifier.check import difference
 from inference.verifier.graphed import make_runner
+from inference.verifier.int8 import can_multiply_int8, quantise_layers
 from inference.verifier.packed import pack_weights
-from inference.verifier.row_multiples import tree_around
+from inference.verifier.row_multiples import PACKED_MULTIPLE, tree_around
 
 LAYERS = RequiredOutputs((0, 1, -1))
 DTYPES = (torch.bfloat16, torch.float32)
@@ -134,6 +136,24 @@ def test_rows_with_packed_weights_are_equal(monkeypatch, dtype):
     base = load_base("checkpoints/tiny-chat", str(dtype).removeprefix("torch."), bitwise=True)
     assert pack_weights(base.model) > 10
     assert_all_equal(base, 1, 300)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_rows_are_equal_in_multiples_of_two_where_all_products_are_packed(set_num_threads, num_threads, quantised):
+    if not (can_multiply_int8() if quantised else packed.has_packed_products(torch.bfloat16)):
+        pytest.skip("this CPU has no such products")
+    set_num_threads(num_threads)
+    base = load_base("checkpoints/tiny-chat", "bfloat16", bitwise=True)
+    assert make_runner(base).row_multiple != PACKED_MULTIPLE, "its layers are not packed"
+    if quantised:
+        quantise_layers(base.model)
+    else:
+        pack_weights(base.model, smallest=1)
+    runner = make_runner(base)
+    assert runner.row_multiple == PACKED_MULTIPLE
+    assert [padded(rows, runner.row_multiple) for rows in (1, 4, 5, 6, 7)] == [4, 4, 6, 6, 8]
+    assert_all_equal(base, 1, 90, 300)
 
 
 @pytest.mark.slow

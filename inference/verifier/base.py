@@ -7,7 +7,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +26,7 @@ from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.arguments import checks_arguments
 from inference.bases import QUANTIZED_DTYPES, load_config, load_model
 from inference.timing import processor_name
-from inference.verifier.int8 import Int8Linear, quantise_layers
+from inference.verifier.int8 import DraftHead, Int8Linear, can_multiply_int8, quantise_layers
 from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states, unwrap
 from inference.verifier.packed import PackedLinear, pack_weights, smallest_packed
 
@@ -133,9 +133,14 @@ class Base(_Sizes):
         return self.model.dtype if is_converted else weight.dtype
 
     def lend_weights_to(self, drafter: LearnedDrafter) -> None:
-        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
+        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is.
+
+        Beside packed weights in half precision it multiplies in 8 bits, as drafts need not be exact.
+        """
         weights = self.base_weights
-        if isinstance(weights.packed_head, Int8Linear):
+        if isinstance(head := weights.packed_head, PackedLinear) and weights.head.dtype.itemsize == 2:
+            weights = replace(weights, packed_head=DraftHead(head)) if can_multiply_int8() else weights
+        if isinstance(weights.packed_head, Int8Linear | DraftHead):
             quantise_layers(drafter, smallest_packed(self.model))
         elif weights.packed_head is not None:
             pack_weights(drafter, at_first_use=True, smallest=smallest_packed(self.model))

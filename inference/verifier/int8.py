@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor, nn
 
-from inference.verifier.packed import large_layers, linear_of
+from inference.verifier.packed import PackedLinear, large_layers, linear_of
 
 ZERO = 128  # what stands for 0 in the uint8 rows
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # names of layers that read the same states
@@ -68,6 +68,20 @@ class Int8Linear(nn.Module):
         result = np.empty((len(activations), self.out_features), np.float32)
         _combine(products.numpy(), scale, self._bias, result)
         return torch.from_numpy(result).to(input.dtype).unflatten(0, input.shape[:-1])
+
+
+class DraftHead:
+    """The packed LM head of a base in half precision, of which drafters multiply rows in 8 bits: they only guess."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        self.head = head
+
+    def __call__(self, states: Tensor) -> Tensor:
+        return self.head(states)
+
+    def rows(self, tokens: Tensor) -> Int8Linear:
+        """A layer of the outputs for these tokens alone, without the bias."""
+        return Int8Linear(linear_of(self.head.weight.detach()[tokens]))
 
 
 class JoinedLinear(nn.Module):

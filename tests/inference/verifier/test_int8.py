@@ -114,14 +114,21 @@ def test_texts_with_drafts_are_those_of_the_base_alone(base, oracle, sampler):
 
 
 @pytest.mark.parametrize("kind", ["CTC", "Medusa"])
-def test_a_learned_drafter_multiplies_its_large_layers_in_8_bits(base, kind, monkeypatch, tmp_path):
+@pytest.mark.parametrize("beside", [Int8Linear, packed.PackedLinear])
+def test_a_learned_drafter_multiplies_its_large_layers_in_8_bits(base, make_base, beside, kind, monkeypatch, tmp_path):
     monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 1)
+    if beside is packed.PackedLinear:
+        base = make_base(dtype=torch.bfloat16, predictable=True)
+        base = replace(base, model=copy.deepcopy(base.model))
+        packed.pack_weights(base.model)
     config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], base.shape, base.name, tokenizer_hash(base.tokenizer))
     checkpoint.save(tmp_path, config.build(), config)
     runner = make_runner(base)
     drafter = make(f"{kind.lower()}={tmp_path}", runner)
     assert any(isinstance(module, Int8Linear | JoinedLinear) for module in drafter.modules())
-    assert isinstance(drafter.base_weights.packed_head, Int8Linear)
+    head = drafter.base_weights.packed_head
+    assert isinstance(base.model.lm_head, beside)
+    assert head is base.model.lm_head or isinstance(head.rows(torch.tensor([3, 1])), Int8Linear)
     prompt = prompt_of(17)
     assert (
         Session(runner, drafter).run(prompt, 12).tokens == Session(runner, make("none", runner)).run(prompt, 12).tokens

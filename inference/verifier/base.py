@@ -135,11 +135,11 @@ class Base(_Sizes):
     def lend_weights_to(self, drafter: LearnedDrafter) -> None:
         """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is.
 
-        Beside packed weights in half precision it multiplies in 8 bits, as drafts need not be exact.
+        Beside packed weights in bfloat16 it multiplies in 8 bits, as drafts need not be exact.
         """
-        weights = self.base_weights
-        if isinstance(head := weights.packed_head, PackedLinear) and weights.head.dtype.itemsize == 2:
-            weights = replace(weights, packed_head=DraftHead(head)) if can_multiply_int8() else weights
+        weights, head = self.base_weights, self.base_weights.packed_head
+        if isinstance(head, PackedLinear) and head.weight.dtype is torch.bfloat16 and can_multiply_int8():
+            weights = replace(weights, packed_head=DraftHead(head))
         if isinstance(weights.packed_head, Int8Linear | DraftHead):
             quantise_layers(drafter, smallest_packed(self.model))
         elif weights.packed_head is not None:

@@ -38,10 +38,8 @@ OWN_NAMES = {"sdpa": SDPA, "eager": EAGER}
 
 
 def padded(num_rows: int, multiple: int | None) -> int:
-    """How many rows are fed for so many rows of a text: a multiple, and no fewer than sum as many rows do."""
-    if multiple is None:
-        return num_rows
-    return max(num_rows + -num_rows % multiple, ROW_MULTIPLE if multiple > 1 else 1)
+    """How many rows are fed for so many rows of a text."""
+    return num_rows + -num_rows % (multiple or 1)
 
 
 # ---- which keys each row reads

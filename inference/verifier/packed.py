@@ -25,7 +25,7 @@ class PackedLinear(nn.Linear):
 
     For a product of `PACKED_FROM` tokens or more, the matrix library copies all weights into blocks that fit its
     registers, which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its
-    weights with the given one.
+    weights with the given one. A token has the same bits alone and beside others, where `row_multiples` finds that.
     """
 
     def __init__(self, linear: nn.Linear, at_first_use: bool = False) -> None:
@@ -62,7 +62,11 @@ class PackedLinear(nn.Linear):
         is_packed = input.numel() // self.in_features >= PACKED_FROM.get(dtype, sys.maxsize)
         if not (is_packed and has_packed_products(dtype)) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
+        # One row of more than 1,024 values sums in another order than two and more; a second takes hardly any time.
+        is_single = input.numel() == self.in_features
+        rows = torch.stack([input, input]) if is_single else input
+        product = torch.ops.mkldnn._linear_pointwise(rows, self._packed_weight(), self.bias, "none", [], "")
+        return product[0] if is_single else product
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -21,7 +21,7 @@ from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import Runner
 
 MULTIPLES = 4, 8, 16, 32  # with fewer rows, bits differ too rarely to be told by a few of them,
-PACKED_MULTIPLE = 2  # but packed products in half precision or 8 bits sum 4 rows and more alike, and 6 rows are fast
+PACKED_MULTIPLE = 1  # but products in 8 bits are exact, and packed ones in half precision sum any number of rows alike
 VECTORS = 32  # values that torch's elementwise functions compute at once, in float32 with AVX-512
 PATH_LENGTH, TREE_SIZES, CHAINS = 6, (12, 18, 60), (1, 5)  # the trees and chains that are tried,
 CUTS = 4, 12, 24, 28, 48, 56, 76  # and where the text is cut

@@ -140,7 +140,7 @@ def test_rows_with_packed_weights_are_equal(monkeypatch, dtype):
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_rows_are_equal_in_multiples_of_two_where_all_products_are_packed(set_num_threads, num_threads, quantised):
+def test_rows_are_equal_in_any_number_where_all_products_are_packed(set_num_threads, num_threads, quantised):
     if not (can_multiply_int8() if quantised else packed.has_packed_products(torch.bfloat16)):
         pytest.skip("this CPU has no such products")
     set_num_threads(num_threads)
@@ -152,7 +152,7 @@ def test_rows_are_equal_in_multiples_of_two_where_all_products_are_packed(set_nu
         pack_weights(base.model, smallest=1)
     runner = make_runner(base)
     assert runner.row_multiple == PACKED_MULTIPLE
-    assert [padded(rows, runner.row_multiple) for rows in (1, 4, 5, 6, 7)] == [4, 4, 6, 6, 8]
+    assert [padded(rows, runner.row_multiple) for rows in (1, 2, 5)] == [1, 2, 5]
     assert_all_equal(base, 1, 90, 300)
 
 

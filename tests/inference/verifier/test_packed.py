@@ -55,6 +55,17 @@ def test_the_packed_copy_is_used_from_a_few_tokens_on(dtype, expected):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [BFLOAT16])
+def test_a_token_alone_has_the_bits_of_one_beside_another(dtype):
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.nn.Linear(4096, 1024, dtype=dtype))
+    tokens = torch.randn(16, 1, 2, 4096, dtype=dtype)
+    for pair in tokens:
+        alone = torch.cat([layer(pair[:, place : place + 1]) for place in (0, 1)], dim=1)
+        assert torch.equal(alone, layer(pair)) and torch.equal(layer(pair[0, 0]), alone[0, 0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [BFLOAT16])
 def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype):
     monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     exact = make_base(context=512, dtype=torch.float32).model

@@ -11,15 +11,10 @@ from torch import Tensor
 
 from benchmarks.harness import ResultTable, alternate, main, num_millions, show
 from benchmarks.steps import bushy, prefill, step_seconds
-from data.benchmarks import score
 from data.conversations import load_conversations
 from data.rows import tokenise
-from data.templates import decode_answer
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference import sandbox
-from inference.options import QuestionOptions
-from inference.regenerate.answerers import decode_batch
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process
 from inference.verifier.graphed import make_runner
@@ -35,8 +30,6 @@ def quantised(
     files: list[str] = [],  # noqa: B006
     tokens: int = 20_000,
     template: str = "tokenizer",
-    benchmark: str | None = None,
-    questions: int = 40,
     rows: list[int] = [1, 4, 8, 16],  # noqa: B006
     repeats: int = 30,
     threads: int = 1,
@@ -49,26 +42,20 @@ def quantised(
         files: Conversations on which both are compared with float32, each file on its own.
         tokens: Number of tokens of each file that are predicted.
         template: Template of the conversations.
-        benchmark: A benchmark of programs, such as humaneval or mbpp=FILE, whose answers by all three are run.
-        questions: Number of its questions, a random sample.
         rows: Numbers of rows of the steps that are timed, the root included; none for no times.
         repeats: Timed steps of each number of rows; the two bases alternate.
         threads: Number of threads.
         out: Markdown file to write the tables to.
     """
-    if min(tokens, questions) < 1 or repeats < 2 or threads < 1 or any(number < 1 for number in rows):
-        raise ValueError("tokens, questions, threads and rows must be at least 1, and repeats at least 2")
+    if min(tokens, threads, *rows) < 1 or repeats < 2:
+        raise ValueError("tokens, threads and rows must be at least 1, and repeats at least 2")
     torch.set_num_threads(threads)
     prepare_process(sums_alike=True)
     bases = {BFLOAT16: load_base(base, "bfloat16", packed=True), INT8: load_base(base, "int8")}
     title, tables = f"{base} ({num_millions(bases[BFLOAT16])})", []
-    if files or benchmark:
+    if files:
         all_bases = {REFERENCE: replace(bases[BFLOAT16], model=load_base(base, "float32").model), **bases}
-        if files:
-            tables.append(_quality(title, all_bases, files, tokens, template))
-        if benchmark:
-            selection = QuestionOptions([benchmark], rows=f"random:{questions}", template=template)
-            tables.append(_programs(title, all_bases, selection))
+        tables.append(_quality(title, all_bases, files, tokens, template))
     if rows:
         tables.append(_steps(title, bases, rows, repeats))
     show(tables, torch.device("cpu"), out)
@@ -114,26 +101,6 @@ def _quality(title: str, bases: dict[str, Base], files: list[str], tokens: int, 
 def _log_probs(base: Base, ids: Tensor) -> Tensor:
     """Log-probabilities (S - 1, V) of the next tokens of a text (1, S)."""
     return base.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-
-
-def _programs(title: str, bases: dict[str, Base], selection: QuestionOptions) -> ResultTable:
-    """The share of the greedy answers whose programs pass the benchmark's tests."""
-    sandbox.require()
-    ((name, selected),) = selection.select(bases[INT8], selection.load()).items()
-    caps = [selection.caps()[name]] * len(selected.prompts)
-    table = ResultTable(f"Programs of {title}", ["dtype", "pass@1, %", "tokens an answer", "same answers as float32's"])
-    expected: list[list[int]] = []
-    for dtype, base in bases.items():
-        answers = decode_batch(base, selected.prompts, caps)
-        expected = expected or answers
-        texts = [decode_answer(answer, base.tokenizer) for answer in answers]
-        ((_, percent),) = score(name, selected.questions, texts, sandbox.finishes).items()
-        same = sum(one == other for one, other in zip(answers, expected, strict=True))
-        table.rows.append([dtype, f"{percent:.1f}", f"{sum(map(len, answers)) / len(answers):.0f}", str(same)])
-    table.notes.append(
-        f"{len(caps)} questions of {name}, a random sample; at most {caps[0]} tokens, decoded in a batch."
-    )
-    return table
 
 
 def _steps(title: str, bases: dict[str, Base], rows: list[int], repeats: int) -> ResultTable:

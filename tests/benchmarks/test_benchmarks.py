@@ -1,7 +1,6 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
 import json
-import shutil
 import sys
 
 import pytest
@@ -165,19 +164,6 @@ def test_a_base_in_8_bits_in_small(tmp_path):
     assert len(rows("\n".join(times))) == 2 + 2
     with pytest.raises(ValueError, match="must be at least 1"):
         quantised.quantised("checkpoints/tiny-chat", rows=[0])
-
-
-@pytest.mark.slow
-@needs_int8
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap: apt-get install bubblewrap")
-def test_programs_in_the_answers_of_a_quantised_base_are_run(tmp_path, capsys):
-    row = {"task_id": "HumanEval/0", "prompt": "def f(n):\n", "entry_point": "f", "canonical_solution": "", "test": ""}
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps(row | {"task_id": f"HumanEval/{number}"}) + "\n" for number in range(2)))
-    quantised.quantised("checkpoints/tiny-chat", rows=[], benchmark=f"humaneval={tasks}", questions=2)
-    table = rows(capsys.readouterr().out)[2:]
-    assert [row[0] for row in table] == ["float32", "bfloat16", "int8"] and table[0][3] == "2"
-    assert {row[1] for row in table} == {"0.0"}, "tiny-chat writes no programs"
 
 
 @pytest.mark.slow

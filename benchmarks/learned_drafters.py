@@ -46,11 +46,9 @@ DEEP = {"num_layers": 3, **FUSED}
 TOKENS = {"tokens_in_context": True}
 LOOKUP = {"lookup": True}
 MUON = {"optimizer": "muon", "learning_rate": 4e-3}
-EAGLE3 = {"depth": 6, **FUSED, "num_unroll": 5}
 REAL = {**TOKENS, "hidden_layers": [2, 9, 16, 23, 28], "markov_rank": 128, "markov_factors": "base", "num_frames": 8}
 REAL |= {"draft_vocab_size": 16384, "num_anchors": 64, "num_columns": 4096}  # for SmolLM2, as in smollm2.yaml
 REAL_CTC = {**REAL, **LOOKUP, "num_labels": 6}
-REAL_MEDUSA = {"num_heads": 5, "own_heads": False, "num_anchors": 64}
 REAL_EAGLE3 = {"depth": 6, "num_unroll": 6, "own_head": True, "draft_vocab_size": 16384}
 SERVED: dict[str, Any] = {"frames_differ": False, "root_everywhere": False, "num_frames": 7}  # for llama.cpp
 SERVED |= {"markov_rank": 128, "markov_factors": "base", "num_anchors": 64, "num_columns": 4096}
@@ -63,15 +61,10 @@ ARMS = {
     for arm in (
         Arm("medusa", "Medusa", HEADS),
         Arm("hydra", "Hydra", HEADS),
-        Arm("hydra++", "Hydra", {**HEADS, "num_layers": 4, "prefix_attention": True, "distillation": True}),
         Arm("eagle", "EAGLE", {"depth": 6}),
         Arm("eagle_8", "EAGLE", {"depth": 8}),
-        Arm("eagle3", "EAGLE3", EAGLE3),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
-        Arm("block_markov", "Block", {"num_frames": 6, **BIAS, **TRUNK}),
         Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
-        Arm("block_muon_lookup", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS, **LOOKUP}, MUON),
-        Arm("block_10_tokens", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}),
         Arm("block_10_muon", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}, MUON),
         Arm("block_deep_muon", "Block", {"num_frames": 12, **BASE_BIAS, **TRUNK, **DEEP, **TOKENS}, MUON),
         Arm("ctc_paper", "CTC", {"objective": "ctc", **FRAMES}),
@@ -80,15 +73,9 @@ ARMS = {
         Arm("ctc", "CTC", FRAMES),
         Arm("ctc_markov", "CTC", {**BIAS, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
-        Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, **FUSED}),
-        Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}),
         Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),
-        Arm("ctc_muon_lookup", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS, **LOOKUP}, MUON),
-        Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, **TEN_FRAMES}),
-        Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}),
         Arm("ctc_10_8_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}, MUON),
-        Arm("ctc_deep", "CTC", {**BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("block_smollm2", "Block", {**TRUNK, **REAL, **LOOKUP}, REAL_MUON),
@@ -104,7 +91,6 @@ ARMS = {
         Arm("block_served", "Block", SERVED, REAL_MUON),
         Arm("ctc_served", "CTC", {**SERVED, "num_labels": 7}, REAL_MUON),
         Arm("eagle3_served", "EAGLE3", SERVED_EAGLE3, REAL_MUON),
-        Arm("medusa_smollm2", "Medusa", REAL_MEDUSA, {**REAL_ADAMW, "learning_rate": 1e-3}),
         Arm("eagle3_smollm2", "EAGLE3", REAL_EAGLE3, {**REAL_ADAMW, "learning_rate": 1e-3}),
     )
 }

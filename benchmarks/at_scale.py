@@ -13,7 +13,6 @@ from statistics import median, quantiles
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
 
 from benchmarks.harness import SHAPES, ResultTable, main, markdown, origin
 from benchmarks.widening import widen_base, widen_drafter
@@ -29,7 +28,7 @@ from inference.options import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, prepare_process, resolve_device
 from inference.verifier.graphed import make_runner
-from inference.verifier.packed import PackedLinear, large_layers, pack_weights, smallest_packed
+from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import PHASES, Session, Step
 from train.callbacks import peak_bytes
@@ -51,7 +50,7 @@ def at_scale(
     repeats: int = 1,
     vocab_size: int = 32000,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    packed: bool | Literal["alone"] = False,
+    packed: bool = False,
     graphed: bool | None = None,
     out: str | None = None,
 ) -> None:
@@ -72,8 +71,7 @@ def at_scale(
         repeats: Number of times that every question is decoded; the steps of all of them count.
         vocab_size: Vocabulary of the large base.
         device: Device to run on; auto uses the GPU if there is one.
-        packed: Pack the weights of the large base and its drafters, on a CPU only. With alone, the base has no plain
-            weights beside the packed ones, so that a shape fits into memory that would not twice.
+        packed: Pack the weights of the large base and its drafters, on a CPU only.
         graphed: Run the steps of the large base, and the drafts, in CUDA graphs; by default on a GPU.
         out: Folder for the results of this run as JSON, and for the tables of all runs in the folder.
     """
@@ -88,7 +86,7 @@ def at_scale(
     wide = widen_base(small, f"{base} at {shape}", SHAPES[shape], wide_vocab, getattr(torch, dtype))
     wide, num_parameters = replace(wide, graphed=graphed), _num_parameters(wide.model)
     if packed:
-        (pack_alone if packed == "alone" else pack_weights)(wide.model)
+        pack_weights(wide.model)
     result: dict[str, Any] = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
         "base": base,
@@ -128,25 +126,6 @@ def compare(
         name: {"parameters": _num_parameters(each), **measure(name, answers, small_answers)}
         for name, each in wide_drafters.items()
     }
-
-
-class PackedAlone(PackedLinear):
-    """A layer with packed weights only: half the memory of both, but they can be neither saved nor loaded."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        self.weight = nn.Parameter(linear.weight.detach().new_empty(0), requires_grad=False)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
-
-
-def pack_alone(model: Any) -> None:
-    """Let packed weights replace the plain ones of a base, except for those of the LM head, which drafters read."""
-    kept = model.get_output_embeddings().weight
-    for parent, name in large_layers(model, smallest_packed(model)):
-        linear = getattr(parent, name)
-        setattr(parent, name, PackedLinear(linear) if linear.weight is kept else PackedAlone(linear))
 
 
 def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,6 @@ from benchmarks.widening import widen_base, widen_drafter
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
-from inference.verifier import packed
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, Step
 from tests.conftest import recorded_trees
@@ -217,18 +216,3 @@ def test_runs_into_one_folder_share_their_tables(results):
     tables = (results / "at_scale.md").read_text()
     for title in ("toy at the shape tiny, float32", "toy at the shape draft, bfloat16"):
         assert f"## {title}\n" in tables
-
-
-@torch.inference_mode()
-def test_packed_weights_alone_write_the_same_texts_without_the_plain_ones(make_base, monkeypatch):
-    monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 1)
-    plain = make_base(context=512, dtype=torch.float32)
-    base = replace(plain, model=copy.deepcopy(plain.model))
-    at_scale.pack_alone(base.model)
-    linear = [each for each in base.model.modules() if isinstance(each, packed.PackedLinear)]
-    assert [each.weight.numel() > 0 for each in linear] == [False] * 14 + [True]  # the LM head's stay
-    for num_tokens in (1, 2, 16, 257):
-        tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
-        torch.testing.assert_close(base.model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
-    texts = [Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens for each in (plain, base)]
-    assert texts[0] == texts[1]

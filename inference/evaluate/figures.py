@@ -12,7 +12,7 @@ from inference.evaluate.answers import Answer, Turn, count_tokens, decode_steps,
 from inference.evaluate.intervals import UNKNOWN, Count, Estimate, Figure, Interval, interval, quotient, ratio
 from inference.evaluate.step_times import MedianStepTimes, Rounds, step_times, timing_error
 from inference.verifier import session
-from inference.verifier.session import PHASES, Step
+from inference.verifier.session import Step
 
 SHORTEST = 256  # tokens; each further range of lengths begins at twice the length
 
@@ -59,8 +59,6 @@ class SpeedFigures:
     wall: Estimate = UNKNOWN  # the baseline's seconds of wall time per token / the drafter's
     median_seconds: Figure | None = None  # of all answers by median step times
     peak_bytes: Count | None = None  # peak of GPU memory, with the base and all drafters of the run
-    # Of `PHASES`, prefill and the rest; together all seconds.
-    phase_seconds: dict[str, Figure] = field(default_factory=dict)
 
     @property
     def best(self) -> Estimate:
@@ -164,7 +162,6 @@ def summarise(rounds: Rounds, baseline: Rounds) -> Summary:
         wall=_speedup(walls),
         median_seconds=sum(map(times.seconds, answers)),
         peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
-        phase_seconds=_phase_seconds(turns),
     )
     categories: dict[str, list[int]] = {}
     for index, answer in enumerate(answers):
@@ -369,12 +366,3 @@ def _speedup(terms: Sequence[Terms]) -> Estimate:
     columns = list(zip(*(row for row in terms if all(row[1:])), strict=True))
     bounds = interval(columns, (1, -1, -1, 1)) if columns else None
     return Estimate((base_seconds / base_tokens) / (seconds / tokens), bounds)
-
-
-def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
-    """Seconds of each of `PHASES` without the prefills, followed by ``prefill`` and ``other``, the rest of the time."""
-    steps = decode_steps(turns)
-    seconds = {phase: sum(step.seconds[index] for step in steps) for index, phase in enumerate(PHASES)}
-    seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
-    seconds["other"] = max(0.0, sum(turn.seconds for turn in turns) - sum(seconds.values()))
-    return seconds

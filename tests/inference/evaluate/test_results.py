@@ -59,7 +59,7 @@ SUMMARY = ("results", "mt_bench", 1)
         ((*SUMMARY, "acceptance", "rates", 0, "rate", "value"), -0.5),
         ((*SUMMARY, "acceptance", "conventions", "block efficiency (Ouroboros)"), "3"),
         ((*SUMMARY, "speed", "speedup", "interval"), [1, float("nan")]),
-        ((*SUMMARY, "speed", "phase_seconds", "propose"), float("inf")),
+        ((*SUMMARY, "speed", "seconds"), float("inf")),
         ((*SUMMARY, "by_category", "kind 1", "questions"), -3),
         (("conditions", "benchmarks", "mt_bench", "max_new_tokens"), -9),
         (("run", "starts"), True),

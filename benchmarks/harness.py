@@ -29,9 +29,8 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8),
     "3b": (3072, 8192, 28, 24, 8),
     "7b": (4096, 11008, 32, 32, 32),
-    "7b/16": (256, 688, 32, 4, 4),  # with a sixteenth of the width; of the vocabulary too, the shares of work are 7B's
     "8b": (4096, 14336, 32, 32, 8),
-    "8b/16": (256, 896, 32, 8, 2),
+    "8b/16": (256, 896, 32, 8, 2),  # with a sixteenth of the width
     "qwen3-8b": (4096, 12288, 36, 32, 8),
     "grouped": (512, 1408, 8, 16, 8),  # a small one with grouped heads into which tiny-chat fits
 }

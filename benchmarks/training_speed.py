@@ -148,8 +148,8 @@ def training_speed(
 
     Args:
         configs: Training configurations, whose drafters are measured.
-        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), 8b (LLaMA 3), qwen3-8b, or 7b/16
-            and 8b/16, which have a sixteenth of the width.
+        shape: Shape of the base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2), 7b (Vicuna), 8b (LLaMA 3), qwen3-8b, or 8b/16,
+            which has a sixteenth of the width.
         vocab_size: Vocabulary size V. By default that of an 8b shape (128,256, qwen3-8b 151,936), otherwise 32,000.
         dtype: Dtype of the base.
         precision: Precision of the drafter's computations; its weights are float32.

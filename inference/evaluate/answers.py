@@ -301,8 +301,7 @@ def _delete(place: Path) -> None:
             is_ours = b'"model_id"' in stream.readline()
         if is_ours:
             path.unlink()
-    for name in (RUN.name, ".written.json"):
-        (place / name).unlink(missing_ok=True)
+    (place / RUN.name).unlink(missing_ok=True)
     for folder in (*place.glob("*/"), place):
         with suppress(OSError):  # as it holds files of others, or does not exist
             folder.rmdir()

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import ResultTable, main, show
-from data.files import open_bytes, parse_line, reading
+from data.files import reading
+from data.sources import read_rows
 from inference.evaluate.intervals import quotient
 
 
@@ -53,7 +54,7 @@ def recount(answers: list[str], baseline: str, out: str | None = None) -> None:
 def read(path: str | Path) -> dict[int, Recorded]:
     """Read a file of answers, one question per line; raises ValueError if a line is none."""
     answers = {}
-    for place, row in read_json_lines(path):
+    for place, row in recorded_rows(path):
         with reading(place, "it is not a recorded answer"):
             answers[int(row["question_id"])] = parse(row)
     if not answers:
@@ -79,17 +80,13 @@ def parse(row: dict[str, Any]) -> Recorded:
     return Recorded(choice["turns"], tokens, index, steps, emitted, seconds)
 
 
-def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place, such as ``FILE line 3``, and the value of each line that is not empty.
-
-    Raises ValueError if the file cannot be read, or a line is not JSON. The message names the file and the line.
-    """
-    with reading(path), open_bytes(path) as stream:
-        for number, line in enumerate(stream, 1):
-            with reading(place := f"{path} line {number}"):
-                value = parse_line(line) if line.strip() else None
-            if line.strip():
-                yield place, value
+def recorded_rows(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place, such as ``FILE line 3``, and the value of each row; raises ValueError if one cannot be read."""
+    for line, row in read_rows(str(path)):
+        with reading(place := f"{path} {line}"):
+            if isinstance(row, ValueError):
+                raise row
+        yield place, row
 
 
 def pair(answers: dict[int, Recorded], baseline: dict[int, Recorded]) -> Pairs:

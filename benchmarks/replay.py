@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from benchmarks.harness import main
-from benchmarks.recount import read_json_lines
+from benchmarks.recount import recorded_rows
 from data.benchmarks import Question, load_questions
 from data.conversations import Message, user_message
 from data.files import reading
@@ -86,7 +86,7 @@ def read(
     path: str, questions: Mapping[int, Question], base: BaseConfig, template: str, cap: int
 ) -> Iterator[RecordedTurn]:
     """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
-    for place, row in read_json_lines(path):
+    for place, row in recorded_rows(path):
         with reading(place, "it is no recorded answer to --questions"):
             question, choice, messages = questions[row["question_id"]], row["choices"][0], list[Message]()
             for turn, text in enumerate(choice["turns"]):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import ResultTable, alternate, main, num_millions, show
-from benchmarks.steps import bushy, prefill, step_seconds
+from benchmarks.harness import ResultTable, main, num_millions, show
+from benchmarks.steps import bushy, measure
 from data.conversations import load_conversations
 from data.rows import tokenise
 from drafters.protocol import RequiredOutputs
@@ -21,7 +19,7 @@ from inference.verifier.graphed import make_runner
 from inference.verifier.runner import Runner
 
 REFERENCE, BFLOAT16, INT8 = "float32", "bfloat16", "int8"
-MAX_LENGTH, NUM_WARM_UP, CONTEXT = 512, 3, 256
+MAX_LENGTH, CONTEXT = 512, 256
 MAX_ROWS = 64  # of the steps whose rows are compared
 
 
@@ -30,7 +28,7 @@ def quantised(
     files: list[str] = [],  # noqa: B006
     tokens: int = 20_000,
     template: str = "tokenizer",
-    rows: list[int] = [1, 4, 8, 16],  # noqa: B006
+    nodes: list[int] = [0, 3, 7, 15],  # noqa: B006
     repeats: int = 30,
     threads: int = 1,
     out: str | None = None,
@@ -42,13 +40,13 @@ def quantised(
         files: Conversations on which both are compared with float32, each file on its own.
         tokens: Number of tokens of each file that are predicted.
         template: Template of the conversations.
-        rows: Numbers of rows of the steps that are timed, the root included; none for no times.
-        repeats: Timed steps of each number of rows; the two bases alternate.
+        nodes: Numbers of nodes of the steps that are timed, without the root; none for no times.
+        repeats: Timed steps of each number of nodes; the two bases alternate.
         threads: Number of threads.
         out: Markdown file to write the tables to.
     """
-    if min(tokens, threads, *rows) < 1 or repeats < 2:
-        raise ValueError("tokens, threads and rows must be at least 1, and repeats at least 2")
+    if min(tokens, threads) < 1 or min(nodes, default=0) < 0 or repeats < 2:
+        raise ValueError("tokens and threads must be at least 1, nodes at least 0, and repeats at least 2")
     torch.set_num_threads(threads)
     prepare_process(sums_alike=True)
     bases = {BFLOAT16: load_base(base, "bfloat16", packed=True), INT8: load_base(base, "int8")}
@@ -56,8 +54,8 @@ def quantised(
     if files:
         all_bases = {REFERENCE: replace(bases[BFLOAT16], model=load_base(base, "float32").model), **bases}
         tables.append(_quality(title, all_bases, files, tokens, template))
-    if rows:
-        tables.append(_steps(title, bases, rows, repeats))
+    if nodes:
+        tables.append(_steps(title, bases, nodes, repeats))
     show(tables, torch.device("cpu"), out)
 
 
@@ -103,27 +101,13 @@ def _log_probs(base: Base, ids: Tensor) -> Tensor:
     return base.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
 
-def _steps(title: str, bases: dict[str, Base], rows: list[int], repeats: int) -> ResultTable:
+def _steps(title: str, bases: dict[str, Base], nodes: list[int], repeats: int) -> ResultTable:
     runners = {name: make_runner(base) for name, base in bases.items()}
-    trees = {number: bushy(number - 1, bases[INT8].config.vocab_size) for number in rows}
-    seconds: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(runners, trees)}
-    for runner in runners.values():
-        prefill(runner, CONTEXT, max(rows))
-    for (name, number), _ in product(seconds, range(NUM_WARM_UP)):
-        step_seconds(runners[name], trees[number], CONTEXT)
-    for _, _, (name, number) in alternate(list(seconds), 1, repeats, title):
-        seconds[name, number].append(step_seconds(runners[name], trees[number], CONTEXT))
-    table = ResultTable(f"Steps of {title}", ["rows", "bfloat16, ms", "int8, ms", "int8 / bfloat16", "least, ms"])
-    for number in rows:
-        wide, narrow = seconds[BFLOAT16, number], seconds[INT8, number]
-        ratio = median(one / other for one, other in zip(narrow, wide, strict=True))
-        least = f"{1e3 * min(wide):.1f}, {1e3 * min(narrow):.1f}"
-        cells = [f"{1e3 * median(wide):.1f}", f"{1e3 * median(narrow):.1f}", f"{ratio:.2f}", least]
-        table.rows.append([str(number), *cells])
+    trees = {count: bushy(count, bases[INT8].config.vocab_size) for count in dict.fromkeys([0, *nodes])}
+    table = measure(f"Steps of {title}, context {CONTEXT}", bases[BFLOAT16], runners, trees, CONTEXT, repeats)
     equal = ", ".join(f"{name} {_equal_rows(runner)}" for name, runner in runners.items())
     table.notes.append(
-        f"{repeats} repeats, arms alternate; medians and the least of both; {CONTEXT} cached tokens. Of the rows of "
-        f"steps with 1 to {MAX_ROWS} of them, those with the bits that their text has alone: {equal}."
+        f"Of the rows of steps with 1 to {MAX_ROWS} of them, those with the bits that their text has alone: {equal}."
     )
     return table
 

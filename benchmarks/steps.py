@@ -109,19 +109,19 @@ def measure(
                 step_seconds(runner, tree, context)
     for _, _, (kind, count) in alternate(list(seconds), 1, repeats, title):
         seconds[kind, count].append(step_seconds(runners[kind], trees[count], context))
-    others = [kind for kind in runners if kind != EAGER]
-    headings = [heading for kind in others for heading in (f"{kind} ms", f"eager / {kind}", "first step s")]
+    first, *others = runners
+    headings = [heading for kind in others for heading in (f"{kind} ms", f"{first} / {kind}", "first step s")]
     num_bytes = step_bytes(base, context)
     of_bytes = ["GB", *(f"{kind} / bytes" for kind in runners)] if bandwidth else []
-    table = ResultTable(title, ["nodes", "ms", "ratio", "IQR", *headings, *of_bytes])
+    table = ResultTable(title, ["nodes", f"{first} ms", "ratio", "IQR", *headings, *of_bytes])
     for count in trees:
-        eager = seconds[EAGER, count]
-        low, _, high = quantiles(eager, n=4)
-        cells = [str(count), f"{1e3 * median(eager):.3f}", _ratio(eager, seconds[EAGER, 0])]
-        cells.append(f"{(high - low) / median(eager):.0%}")
+        times = seconds[first, count]
+        low, _, high = quantiles(times, n=4)
+        cells = [str(count), f"{1e3 * median(times):.3f}", _ratio(times, seconds[first, 0])]
+        cells.append(f"{(high - low) / median(times):.0%}")
         for kind in others:
             other = seconds[kind, count]
-            cells += [f"{1e3 * median(other):.3f}", _ratio(eager, other), f"{first_seconds[kind, count]:.1f}"]
+            cells += [f"{1e3 * median(other):.3f}", _ratio(times, other), f"{first_seconds[kind, count]:.1f}"]
         if bandwidth:
             cells += [f"{num_bytes / 1e9:.2f}"]
             cells += [times_bytes(median(seconds[kind, count]), num_bytes, bandwidth) for kind in runners]

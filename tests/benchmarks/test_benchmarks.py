@@ -155,15 +155,15 @@ needs_int8 = pytest.mark.skipif(not int8.can_multiply_int8(), reason="needs exac
 @needs_int8
 def test_a_base_in_8_bits_in_small(tmp_path):
     out = tmp_path / "out.md"
-    sizes = {"tokens": 40, "template": "vicuna_v1.1", "rows": [1, 4], "repeats": 2, "out": str(out)}
+    sizes = {"tokens": 40, "template": "vicuna_v1.1", "nodes": [0, 3], "repeats": 2, "out": str(out)}
     quantised.quantised("checkpoints/tiny-chat", ["embedded:2"], **sizes)
     quality, times = (part.splitlines() for part in out.read_text().split("## ")[1:])
     cells = rows("\n".join(quality))[2:]
     assert [row[1] for row in cells] == ["float32", "bfloat16", "int8"]
     assert cells[0][3:] == ["1.0000", "0.00000", "100.0%"] and 0.9 < float(cells[2][3]) < 1.1
     assert len(rows("\n".join(times))) == 2 + 2
-    with pytest.raises(ValueError, match="must be at least 1"):
-        quantised.quantised("checkpoints/tiny-chat", rows=[0])
+    with pytest.raises(ValueError, match="nodes at least 0"):
+        quantised.quantised("checkpoints/tiny-chat", nodes=[-1])
 
 
 @pytest.mark.slow

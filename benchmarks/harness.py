@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from data.files import write_text
 from inference.runs import progress_bars
 from inference.timing import processor_name
 from inference.verifier.base import Base
+from train.arguments import parse_arguments
+from train.cli import user_errors
 
 ArmName = TypeVar("ArmName", bound=Hashable)
 
@@ -130,31 +132,7 @@ def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
-    """Run a benchmark with the arguments of the command line.
-
-    ``--max-new-tokens`` stands for max_new_tokens. A list is written as one value in brackets, or as repeated options;
-    either replaces the default.
-    """
-    from jsonargparse import auto_cli
-
-    words = sys.argv[1:] if argv is None else argv
-    hints = get_type_hints(function).items()
-    flags = [name for name, hint in hints if hint is bool]
-    lists = [name for name, hint in hints if any(get_origin(each) is list for each in (hint, *get_args(hint)))]
-    args: list[str] = []
-    for arg, after in zip(words, [*words, "--"][1:], strict=True):
-        key, equals, value = arg.partition("=")
-        if key.startswith("--"):
-            key = f"--{key[2:].replace('-', '_')}"
-            if key[2:] in flags and not equals and after.startswith("--"):
-                equals, value = "=", "true"
-            if key[2:] in lists and not (value or after).startswith("["):
-                if not any(given.startswith((f"{key}=", f"{key}+")) or given == key for given in args):
-                    args.append(f"{key}=[]")  # else the values would be added to the default
-                key += "+"
-        args.append(key + equals + value)
-    try:
-        auto_cli(function, args=args, as_positional=False)
-    except ValueError as error:
-        print(f"{function.__name__}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run a benchmark with the arguments of the command line, which are read as those of ``drafters`` are."""
+    name = function.__name__
+    with user_errors(name):
+        function(**parse_arguments(name, function, sys.argv[1:] if argv is None else argv))

@@ -1,4 +1,4 @@
-"""Reads the arguments of both commands with jsonargparse.
+"""Reads the arguments of both commands and of the benchmarks with jsonargparse.
 
 No name is abbreviated, the nearest of a misspelt one is named, and aliases in YAML are bounded.
 """
@@ -62,6 +62,7 @@ def parse_arguments(
     """Return the arguments of a command's function as a command line gives them; raises ValueError if they do not fit.
 
     A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
+    A list is written as one value in brackets, or as repeated options; either replaces the default.
     """
     groups, hints = option_groups(function), get_type_hints(function)
     parser = ExactParser(prog=command, description=(function.__doc__ or "").partition("Args:")[0])
@@ -71,8 +72,11 @@ def parse_arguments(
     parser.add_function_arguments(function, skip=set(groups), as_group=False)
     lists = {option for option, hint in hints.items() if "list[" in str(hint)}
     flags = {option for option, hint in hints.items() if hint is bool}
+    words = spelled_out(args, positional, lists, flags)
+    given = lists.intersection(word[2:].partition("+=")[0] for word in words)
+    parser.set_defaults({option: [] for option in given if parser.get_default(option)})
     try:
-        values = vars(parser.parse_args(spelled_out(args, positional, lists, flags)))
+        values = vars(parser.parse_args(words))
     except ArgumentError as error:
         raise ValueError(f"{in_words(str(error))} ({command} --help lists the arguments)") from error
     if values.get("out") == "":

@@ -24,7 +24,7 @@ from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, share, whole_weights
+from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, whole_weights
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -146,8 +146,6 @@ class DrafterTraining(L.LightningModule):
         elif self.shard_base and self.trainer.world_size > 1:
             self.base_hash()  # needs whole weights
             shard_layers(self.base, self.trainer.strategy.root_device)
-        elif self.trainer.world_size > 1 and self.trainer.strategy.root_device.type == "cpu":
-            share(self.base, self.trainer.strategy)
         self.base.move_to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
         prepare_process(self.trainer.strategy.root_device)
 

@@ -1,6 +1,5 @@
 """Sharding of the drafter and of the base's layers over processes, and activation checkpointing."""
 
-import os
 from datetime import timedelta
 from typing import Any
 
@@ -71,27 +70,6 @@ def shard_layers(base: Base, device: torch.device) -> None:
         base.move_to(device, layer)
         fully_shard(layer, mesh=mesh)
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that a layer is gathered while the one before it runs
-
-
-def share(base: Base, strategy: Any) -> None:
-    """Convert the weights of a base on the CPU once for all processes of a machine, in memory that they share.
-
-    Weights that are mapped from their file in the right dtype are shared already. Does nothing without Linux' memfd.
-    """
-    weights, dtype = list(base.model.parameters()), base.model.dtype
-    if all(weight.dtype == base.dtype_of(weight) for weight in weights) or not hasattr(os, "memfd_create"):
-        return
-    file, sizes = os.memfd_create("base"), [weight.numel() * dtype.itemsize for weight in weights]
-    os.ftruncate(file, sum(sizes))  # which takes no memory until it is written
-    paths: list[tuple[int, str]] = [(0, "")] * strategy.world_size
-    torch.distributed.all_gather_object(paths, (strategy.node_rank, f"/proc/{os.getpid()}/fd/{file}"))
-    path = next(path for node, path in paths if node == strategy.node_rank)  # that of the machine's first process
-    places = torch.from_file(path, True, sum(sizes), dtype=torch.uint8).split(sizes)
-    for weight, place in zip(weights, places, strict=True):
-        shared = place.view(dtype).view(weight.shape)
-        weight.data = shared.copy_(weight.data) if strategy.local_rank == 0 else shared
-    strategy.barrier()
-    os.close(file)  # the memory stays until the last process has ended
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:

@@ -96,27 +96,6 @@ def runs(write_recipe, make_tiny, shared_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell who shares memory")
-def test_the_processes_of_a_machine_share_one_base_also_if_its_weights_are_converted(make_tiny):
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_layers": 14, "dtype": torch.bfloat16}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "share_base.py")]
-    done = subprocess.run(
-        [sys.executable, *launch, str(make_tiny("large", **sizes)), "bfloat16", "float32"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [found["dtype"] for found in measured] == ["bfloat16"] * 2 + ["float32"] * 2
-    for found in measured:
-        together, alone = found["shared"], found["alone"]
-        assert together["share"] == pytest.approx(0.5, abs=0.1), "of the base's size in each of two processes"
-        assert alone["share"] == pytest.approx(0.5 if found["dtype"] == "bfloat16" else 1, abs=0.1)
-        assert (together["hash"], together["sum"]) == (alone["hash"], alone["sum"]), "the same weights"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *SHARDED_BASE, *(f"deepspeed_{stage}" for stage in STAGES)])
 def test_two_processes_have_the_losses_of_one_with_the_doubled_batch(runs, strategy):
     expected, said = logged(runs / "one"), (runs / "said.txt").read_text()[-3000:]

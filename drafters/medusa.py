@@ -20,7 +20,6 @@ from drafters.nn.table import Table
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
-from drafters.trees import static
 from drafters.trees.search import Candidates, SearchLimits, search
 
 
@@ -256,7 +255,7 @@ class Medusa(HeadDrafter):
         blocks = [ResidualBlock(base.hidden_size, heads.num_layers) for _ in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.top_k = draft, min(draft.top_k, base.vocab_size)
-        self.static = static.checked(draft.static, heads.num_heads, base.vocab_size)
+        self.static = check_static(draft.static, heads.num_heads, base.vocab_size)
         if self.static:
             self.top_k = 1 + max(path[-1] for path in self.static)
 
@@ -282,8 +281,33 @@ class Medusa(HeadDrafter):
         token_ids, probabilities = parts
         candidates = Candidates(token_ids.astype(np.int64), probabilities)
         if self.static:
-            trees = (static.fill(self.static, ranked) for ranked in candidates.tokens)
+            trees = (fill_static(self.static, ranked) for ranked in candidates.tokens)
             return [tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) for tree in trees]
         num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
         search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
         return search(candidates, search_limits)
+
+
+# ---- static trees: paths of ranks, filled with the most probable tokens of each draft
+
+
+def check_static(static: Sequence[Sequence[int]], max_depth: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """The rank paths as tuples; ValueError if they are no tree of this depth, parents first."""
+    try:
+        paths = [tuple(int(rank) for rank in path) for path in static]
+    except (TypeError, ValueError):
+        raise ValueError("static must be a list of rank paths such as [[0], [0, 0], [1]]") from None
+    earlier: set[tuple[int, ...]] = {()}
+    for path in paths:
+        has_place = path not in earlier and path[:-1] in earlier and len(path) <= max_depth
+        if not has_place or not 0 <= path[-1] < num_ranks:
+            reason = f"it repeats a path, comes before its parent, or leaves {max_depth} levels or {num_ranks} ranks"
+            raise ValueError(f"rank path {path} does not fit: {reason}")
+        earlier.add(path)
+    return paths
+
+
+def fill_static(paths: Sequence[tuple[int, ...]], tokens: np.ndarray) -> DraftTree:
+    """Fill a static tree with the most probable tokens (K, k) of each depth, distinct within one."""
+    rows = tokens.tolist()
+    return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])

@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
+from heapq import heappop, heappush
 
 from drafters.checks import check_at_least
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
-from drafters.trees.static import RankPath, static_tree
+
+RankPath = tuple[int, ...]
+"""The rank of each node's token among the successors of the token before it, from the root down."""
 
 
 @register("token_recycling")
@@ -77,5 +78,11 @@ def best_first(num_nodes: int, top_k: int) -> list[RankPath]:
     >>> best_first(4, 8)
     [(0,), (1,), (0, 0), (0, 0, 0)]
     """
-    accuracies = np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes)
-    return sorted(static_tree(accuracies, num_nodes), key=lambda path: (len(path), path))
+    queue: list[tuple[float, RankPath]] = [(-rank_probability(rank), (rank,)) for rank in range(top_k)]
+    paths: list[RankPath] = []
+    while len(paths) < num_nodes:
+        weight, path = heappop(queue)
+        paths.append(path)
+        for rank in range(top_k):
+            heappush(queue, (weight * rank_probability(rank), (*path, rank)))
+    return sorted(paths, key=lambda path: (len(path), path))

@@ -1,1 +1,1 @@
-"""Draft trees from token probabilities: best-first, dynamic (EAGLE-2) and static trees."""
+"""Draft trees from token probabilities: best-first and dynamic (EAGLE-2) trees."""

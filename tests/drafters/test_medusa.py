@@ -1,14 +1,12 @@
 """Medusa: its trees, and the names of its weights."""
 
-from itertools import combinations, product
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import recipes
 from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa
-from drafters.trees.static import static_tree
 from tests.conftest import refusal
 from tests.drafters.conftest import paths
 
@@ -95,34 +93,3 @@ def test_a_static_tree_has_the_same_ranks_at_every_root(small):
 )
 def test_an_invalid_tree_of_ranks_is_refused(static, said):
     assert said in refusal(recipes.build, Medusa, SMALL, {"num_heads": 3, "static": static})
-
-
-# ---- the best static tree
-
-
-def prefix_closed_trees(shape, num_nodes):
-    """Return every set of rank paths that is closed under prefixes."""
-    every = [path for depth in range(1, shape[0] + 1) for path in product(range(shape[1]), repeat=depth)]
-    for chosen in combinations(every, num_nodes):
-        if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
-            yield chosen
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
-@pytest.mark.parametrize("num_nodes", [1, 2, 4, 5])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_other_tree_of_the_same_size_has_a_longer_acceptance_length(shape, num_nodes, seed):
-    accuracies = np.random.default_rng(seed).random(shape) * 0.6
-
-    def expected_length(paths):
-        return sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
-
-    best = max(expected_length(paths) for paths in prefix_closed_trees(shape, num_nodes))
-    tree = static_tree(accuracies, num_nodes)
-    assert len(tree) == num_nodes and np.isclose(expected_length(tree), best, rtol=1e-12)
-    assert all(path[:-1] in tree[:place] for place, path in enumerate(tree) if len(path) > 1)
-
-
-def test_ranks_that_are_never_right_are_left_out():
-    assert static_tree(np.array([[0.5, 0.0], [0.0, 0.0]]), 9) == [(0,)]
-    assert static_tree(np.ones((2, 2)), 0) == static_tree(np.ones((0, 0)), 4) == []

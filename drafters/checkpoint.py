@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,6 @@ class DrafterConfig:
         except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise ValueError(f"the arguments of {self.class_path} do not fit: {error}") from error
 
-    def of_weights(self, weights: Mapping[str, Tensor]) -> "DrafterConfig":
-        """This configuration, in which a Hydra from before ``trained_residual`` has it off, as its weights show."""
-        if self.class_path != "drafters.Hydra" or "blocks.0.residual.weight" in weights:
-            return self
-        heads = {"trained_residual": False, **self.init_args.get("heads", {})}
-        return replace(self, init_args={**self.init_args, "heads": heads})
-
     def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless the weights have the shapes of the recipe's; nothing is allocated."""
         with torch.device("meta"):
@@ -84,8 +77,7 @@ def read_config(folder: Path) -> DrafterConfig:
             raise ValueError("another format version")
         config = validated(DrafterConfig, values)
     check_files(folder, path.name)
-    with reading(path):
-        return replace(config, init_args=recipe.current(config.init_args))
+    return config
 
 
 def load(
@@ -103,7 +95,5 @@ def load(
         raise ValueError(f"no drafter at {folder}: model.safetensors is missing; export the drafter again")
     check_files(folder, path.name)
     with reading(path, "it is damaged or cut short, or does not fit its config.json: export the drafter again"):
-        weights = load_file(path)
-        config = config.of_weights(weights)
-        drafter = config.build(weights)
+        drafter = config.build(load_file(path))
     return drafter.to(dtype).eval().requires_grad_(False), config

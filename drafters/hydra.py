@@ -25,12 +25,9 @@ class HydraHeadOptions(HeadOptions):
     Args:
         prefix_attention: Let the heads read the output of a decoder layer over the base's last hidden states (Hydra++)
             instead of those states.
-        trained_residual: Add the first layer of a head to a trained linear map of the state and the embeddings, as the
-            authors' code does. Otherwise it is added to the state alone.
     """
 
     prefix_attention: bool = False
-    trained_residual: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,7 @@ class Hydra(HeadDrafter):
         loss: HydraLossOptions = HydraLossOptions(),
         draft: HydraDraftOptions = HydraDraftOptions(),
     ) -> None:
-        sizes, residual = (base.hidden_size, heads.num_layers), heads.trained_residual
-        blocks = [ResidualBlock(*sizes, 1 + head, residual) for head in range(heads.num_heads)]
+        blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.noise = draft, loss.noise
         # Each goes through an LM head with so many rows.

@@ -64,17 +64,15 @@ class HeadLossOptions:
 class ResidualBlock(nn.Module):
     """Residual layers x + SiLU(W x + b), the identity before training (Medusa, section 2.1.1).
 
-    The first layer may read n embeddings with x (Hydra, section 3); its W is then (D, (1 + n) * D). Instead of x alone
-    it may pass on a second linear map of all that it reads, as in Hydra's code, which starts as x.
+    The first layer may read n embeddings with x (Hydra, section 3); its W is then (D, (1 + n) * D), and instead of x it
+    passes on a second linear map of all that it reads, as in Hydra's code, which starts as x.
     """
 
-    def __init__(
-        self, hidden_size: int, num_layers: int, num_embeddings: int = 0, trained_residual: bool = False
-    ) -> None:
+    def __init__(self, hidden_size: int, num_layers: int, num_embeddings: int = 0) -> None:
         super().__init__()
         widths = [(1 + num_embeddings) * hidden_size, *[hidden_size] * (num_layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(width, hidden_size) for width in widths)
-        self.residual = nn.Linear(widths[0], hidden_size) if trained_residual else None
+        self.residual = nn.Linear(widths[0], hidden_size) if num_embeddings else None
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
         if self.residual is not None:

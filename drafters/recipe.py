@@ -9,8 +9,6 @@ from drafters.protocol import BaseShape, LearnedDrafter
 
 DRAFT = "draft"
 """Constructor argument that holds what decoding may change; training fixes all others."""
-REMOVED = ("trunk", "merge_repeats", False), (DRAFT, "tree", "frames"), (DRAFT, "tree", "static")
-"""Options whose values went away, by group."""
 
 
 def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
@@ -32,25 +30,13 @@ def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def current(init_args: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without options that went away; ValueError if one has a value that only earlier versions read."""
-    for group, option, value in REMOVED:
-        options = init_args.get(group)
-        if isinstance(options, Mapping) and options.get(option) == value:
-            raise ValueError(f"{group}.{option} is {value}, which commit f5777e4 was the last to read")
-    trunk = init_args.get("trunk")
-    if not isinstance(trunk, Mapping):
-        return dict(init_args)
-    return {**init_args, "trunk": {name: value for name, value in trunk.items() if name != "merge_repeats"}}
-
-
 def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mapping[str, Any]) -> LearnedDrafter:
     """Build a drafter with fresh weights.
 
     Options of decoding and of the loss that are no longer there are left out, as the weights are as good without them.
     Any other unknown argument is a TypeError, and a value out of range a ValueError.
     """
-    arguments = current(init_args)
+    arguments = dict(init_args)
     for name, group in groups(drafter_class).items():
         if isinstance(options := arguments.get(name), Mapping):
             has_gone = (options.keys() - defaults(group)) if name in (DRAFT, "loss") else ()

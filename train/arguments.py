@@ -20,7 +20,6 @@ UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<option>[\w.-]+)"
     r"|(Group '(?P<group>[\w.]+)' does not accept option|Option) '(?P<key>[\w.-]+)'( is not accepted)?"
 )
-RENAMED = {"endpoint": "server"}  # options of earlier versions
 MAX_ALIASES = 20  # of a config
 load_yaml = get_loader("yaml")
 
@@ -40,8 +39,7 @@ class ExactParser(ArgumentParser):
             options = [option.lstrip("-") for parser in parsers for option in parser._option_string_actions]
             name = ".".join(part for part in (match["group"], match["option"] or match["key"]) if part)
             near = [option for option in options if option.startswith(name)]
-            near = near or get_close_matches(name, options, 1, cutoff=0.75)
-            if near := [RENAMED[name]] if name in RENAMED else near:
+            if near := near or get_close_matches(name, options, 1, cutoff=0.75):
                 message = f"{message[: match.end()]}: did you mean --{near[0]}?"
         super().error(message.partition(". Got value: Namespace(")[0], ex)  # the names of the parser's own classes
 

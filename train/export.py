@@ -94,7 +94,6 @@ def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, Dra
             for name, weight in saved["state_dict"].items()
             if name.startswith("drafter.")
         }
-        config = config.of_weights(weights)
         drafter = config.build(weights)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"

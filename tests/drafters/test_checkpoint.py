@@ -115,17 +115,6 @@ def test_options_of_decoding_and_of_the_loss_that_are_no_longer_there_are_left_o
     assert "gone" in refusal(checkpoint.load, folder)
 
 
-def test_an_option_of_the_network_that_went_away_is_read_at_its_default_alone(folder, config):
-    trunk = config.init_args["trunk"]
-    edit(folder, init_args=config.init_args | {"trunk": trunk | {"merge_repeats": True}})
-    assert checkpoint.load(folder)[1] == config
-    edit(folder, init_args=config.init_args | {"trunk": trunk | {"merge_repeats": False}})
-    last = "which commit f5777e4 was the last to read"
-    assert refusal(checkpoint.load, folder).endswith(f"trunk.merge_repeats is False, {last}")
-    edit(folder, init_args=config.init_args | {"draft": {"tree": "frames"}})
-    assert refusal(checkpoint.load, folder).endswith(f"draft.tree is frames, {last}")
-
-
 @pytest.mark.slow
 def test_loading_needs_neither_lightning_nor_transformers(folder, repository):
     program = (

@@ -15,7 +15,7 @@ KINDS = {
     "medusa, the base's head": (Medusa, {"own_heads": False}),
     "medusa, distillation": (Medusa, {"distillation": True}),
     "hydra": (Hydra, {}),
-    "hydra, the base's head": (Hydra, {"own_heads": False, "trained_residual": False}),
+    "hydra, the base's head": (Hydra, {"own_heads": False}),
     "hydra, prefix attention": (Hydra, {"prefix_attention": True}),
     "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
 }

@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import BaseShape, BaseWeights, Hydra, Limits, checkpoint
-from drafters.checkpoint import DrafterConfig
+from drafters import BaseShape, BaseWeights, Hydra, Limits
 from drafters.hydra import HydraDraftOptions, HydraHeadOptions, HydraLossOptions, PrefixAttention
 from drafters.nn.draft_cache import DraftCache
 from tests.drafters.conftest import paths
@@ -56,26 +55,6 @@ def test_a_head_computes_what_the_authors_code_does(base_weights):
             x = residual[0] @ read + residual[1] + gated * gated.sigmoid()
             gated = second[0] @ x + second[1]
             torch.testing.assert_close(found[row], x + gated * gated.sigmoid())
-
-
-@torch.no_grad()
-def test_a_hydra_from_before_the_trained_residual_loads_and_adds_to_the_state_alone(base_weights, tmp_path):
-    earlier = Hydra(SMALL, HydraHeadOptions(3, trained_residual=False))
-    for weight in earlier.parameters():
-        torch.nn.init.normal_(weight, std=0.5)
-    recipe = {"heads": {"num_heads": 3, "trained_residual": True}}
-    checkpoint.save(tmp_path, earlier, DrafterConfig("drafters.Hydra", recipe, SMALL, "", ""))
-    with pytest.raises(ValueError, match=r"blocks\.0\.residual\.bias is missing"):
-        checkpoint.load(tmp_path)
-    del recipe["heads"]["trained_residual"]
-    checkpoint.save(tmp_path, earlier, DrafterConfig("drafters.Hydra", recipe, SMALL, "", ""))
-    loaded, config = checkpoint.load(tmp_path)
-    assert config.init_args == {"heads": {"num_heads": 3, "trained_residual": False}}
-    states, read = torch.randn(4, 8), torch.randn(4, 16)
-    first = loaded.blocks[1].layers[0]
-    expected = states + torch.nn.functional.silu(first(torch.cat([states, read], -1)))
-    torch.testing.assert_close(earlier.blocks[1](states, read), expected)
-    torch.testing.assert_close(loaded.blocks[1](states, read), expected)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ KINDS = {
     "medusa, the base's head": (Medusa, {"own_heads": False}),
     "medusa, static tree": (Medusa, {"static": [[0], [1], [0, 0], [0, 2], [0, 0, 0], [2]]}),
     "hydra": (Hydra, {}),
-    "hydra, the base's head": (Hydra, {"own_heads": False, "trained_residual": False}),
+    "hydra, the base's head": (Hydra, {"own_heads": False}),
     "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
     "eagle": (EAGLE, {}),
     "eagle, chain": (EAGLE, {"tree": "chain"}),

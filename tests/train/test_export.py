@@ -13,10 +13,9 @@ import yaml
 from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 
-from benchmarks import recipes
 from data.hub import find_folder
 from data.tokenizer import tokenizer_hash
-from drafters import Hydra, checkpoint
+from drafters import checkpoint
 from inference import drafter_specs
 from inference.verifier.runner import Runner
 from tests.conftest import Handler, serving
@@ -44,19 +43,6 @@ def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card
         "| trunk.num_frames | 6 |",
     ):
         assert said in card
-
-
-def test_a_checkpoint_of_a_hydra_from_before_the_trained_residual_is_exported(call, trained, tiny_base, tmp_path):
-    saved = torch.load(trained.ckpt, weights_only=True)
-    earlier = recipes.build(Hydra, tiny_base.shape, {"num_heads": 2, "trained_residual": False})
-    node = {"class_path": "drafters.Hydra", "init_args": {"heads": {"num_heads": 2}}}
-    saved["hyper_parameters"]["drafter"] = node
-    saved["state_dict"] = {f"drafter.{name}": weight for name, weight in earlier.state_dict().items()}
-    torch.save(saved, tmp_path / "earlier.ckpt")
-    assert call(run_drafters, "export", tmp_path / "earlier.ckpt", tmp_path / "out").code == 0
-    drafter, config = checkpoint.load(tmp_path / "out")
-    assert config.init_args["heads"] == {"num_heads": 2, "trained_residual": False}
-    torch.testing.assert_close(drafter.state_dict(), earlier.state_dict())
 
 
 def test_a_drafter_is_replaced_only_with_overwrite_and_as_a_whole(call, trained, tmp_path):

@@ -297,7 +297,6 @@ def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, as
         (["--template", "chatml"], "unknown chat template 'chatml'"),
         (["--model", "m"], "--model m is the name of the base on a server: give --server URL, too"),
         (["--server", "localhost", "--model", "m"], "--server must look like"),
-        (["--endpoint", "http://localhost:1/v1"], "unrecognized arguments: --endpoint: did you mean --server?"),
         (["--num-answers", 2], "2 greedy answers would be equal: give a temperature above 0"),
         (["--num-answers", 0], "num_answers must be at least 1, not 0"),
         (["--top-p", 0.5], "top_p 0.5 is for sampling"),

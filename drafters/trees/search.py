@@ -23,12 +23,9 @@ class Bias(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The tokens that may enter each of A draft trees, with their probabilities, on the host.
+    """The tokens that may enter each of A draft trees, with their probabilities, on the host."""
 
-    If a token occurs more than once in a row, its first occurrence counts.
-    """
-
-    tokens: np.ndarray  # (A, C) token ids, or (A, T, C) if each frame has its own
+    tokens: np.ndarray  # (A, C) token ids, distinct in each row, or (A, T, C) if each frame has its own
     probs: np.ndarray  # (A, T, C) probability of each candidate in each frame, without the bias; float32 or float64
     blank: np.ndarray | None = None  # (A, T) probability of the blank; None if frames have none
     bias: Bias | None = None  # what the token before makes of the probabilities
@@ -85,7 +82,9 @@ def _search(probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_
     path_probs, sizes = np.zeros((num_drafts, num_nodes)), np.zeros(num_drafts, np.int64)
     for draft in range(num_drafts):
         p, frame_factors, frame_scales = probs[draft], factors[draft], scales[draft]
-        usable, ends = _usable(rows[draft], eos)
+        ends = np.zeros(rows[draft].shape, np.bool_)
+        for end in eos:
+            ends |= rows[draft] == end
         # These have one row more than there are nodes: row 0 is the root, row 1 + i is node i.
         chosen, ended = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1, np.bool_)
         above, depths = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1, np.int64)
@@ -124,7 +123,7 @@ def _search(probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_
                     for j in range(num_candidates):
                         scores[newest, j] = path * p[depth, j] * frame_factors[bias, j]
                 for j in range(num_candidates):  # rounding must not lift a child above its parent
-                    scores[newest, j] = min(scores[newest, j], reached[newest]) * usable[min(depth, num_rows - 1), j]
+                    scores[newest, j] = min(scores[newest, j], reached[newest])
                 best[newest] = np.argmax(scores[newest])
                 best_score[newest] = scores[newest, best[newest]]
             if size == num_nodes:
@@ -146,21 +145,6 @@ def _search(probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_
             depths[newest], reached[newest] = depths[parent] + 1, score
         sizes[draft] = size
     return tokens, parents, path_probs, sizes
-
-
-@njit(cache=True)
-def _usable(rows, eos):
-    """1.0 at the first occurrence of each token in its row, 0.0 at repetitions; and whether it ends the text."""
-    usable, ends = np.ones(rows.shape), np.zeros(rows.shape, np.bool_)
-    for row in range(len(rows)):
-        for j in range(rows.shape[1]):  # rows are short, and np.argsort takes seconds to compile
-            for i in range(j):
-                if rows[row, i] == rows[row, j]:
-                    usable[row, j] = 0.0
-                    break
-            for end in eos:
-                ends[row, j] |= rows[row, j] == end
-    return usable, ends
 
 
 @njit(cache=True)

@@ -78,10 +78,7 @@ def test_the_tree_has_the_most_probable_paths(literal_texts, kind, shape, biased
         assert draft.search(num_nodes, 9) == pytest.approx(draft.best(num_nodes), abs=1e-12)
 
 
-each_kind = pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
-
-
-@each_kind
+@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
 def test_limits_leave_out_what_is_beyond_them(literal_texts, kind):
     """And nodes within them take its place."""
     draft = Draft(literal_texts, kind)
@@ -133,21 +130,6 @@ def test_rounding_never_puts_a_child_before_its_parent(num_nodes, scale):
         for tree in search(Candidates(tokens, probs[..., :3], blank), SearchLimits(num_nodes, 8)):
             check_tree(tree, 100)
             assert 0 < len(tree) <= num_nodes
-
-
-@each_kind
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-def test_a_duplicate_candidate_counts_once(literal_texts, kind, biased):
-    draft, places = Draft(literal_texts, kind, biased=biased and kind != "own"), [1, 0, 1, 2, 0]
-    tokens, probs, blank, bias = draft.candidates
-    if bias is not None:
-        more = [*places, 3]
-        bias = Bias(bias.factors[:, more][..., more if blank is not None else places], bias.scales[:, more])
-    for is_chain in (False, True):
-        once = draft.search(25, 5, is_chain=is_chain)
-        twice = Draft(literal_texts, kind)
-        twice.candidates = Candidates(tokens[..., places], probs[..., places], blank, bias)
-        assert twice.search(25, 5, is_chain=is_chain) == pytest.approx(once)
 
 
 @pytest.mark.parametrize("num_frames, num_tokens", [(0, 2), (3, 0), (0, 0)])

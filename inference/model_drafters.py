@@ -97,7 +97,7 @@ def draft_model(
         num_draft: Largest number of drafted tokens per step.
         threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
         schedule: constant, or heuristic: ``num_draft`` grows by 2 after a draft that is accepted in full and else falls
-            by 1, down to 1, as in transformers; or heuristic_transient, which starts anew with each text.
+            by 1, down to 1, as in transformers.
         temperature: Temperature at which drafts are sampled; 0 for greedy drafts.
         top_k: Number of tokens that are sampled from; 0 for all.
         top_p: Probability of the tokens that are sampled from.
@@ -192,7 +192,6 @@ def self_speculative(
     num_draft: int = 8,
     threshold: float = 0.8,
     adaptive: bool = True,
-    carry: bool = False,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -207,7 +206,7 @@ def self_speculative(
     attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     inner = LayerSkippingSession(runner, attention, mlp, sampler)
-    return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
+    return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive)
 
 
 @register("merged", "FOLDER")

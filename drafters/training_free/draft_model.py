@@ -58,7 +58,7 @@ class DraftSession(Protocol):
         """
 
 
-SCHEDULES = "constant", "heuristic", "heuristic_transient"
+SCHEDULES = "constant", "heuristic"
 
 
 class DraftModel(Drafter):
@@ -86,8 +86,6 @@ class DraftModel(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.inner.begin(prompt)
-        if self.schedule == "heuristic_transient":
-            self.num_draft = self._initial_num_draft
 
     def observe(self, step: StepResult) -> None:
         if self.schedule != "constant" and (drafted := step.tree.num_candidates):
@@ -129,25 +127,16 @@ class SelfSpeculative(DraftModel):
         num_draft: Largest number of drafted tokens per step.
         threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
         adaptive: Whether the threshold follows the acceptance rate.
-        carry: Whether the threshold and the rate are kept from one text to the next, as in the authors' notebooks.
     """
 
-    def __init__(
-        self,
-        inner: DraftSession,
-        num_draft: int = 8,
-        threshold: float = 0.8,
-        adaptive: bool = True,
-        carry: bool = False,
-    ) -> None:
+    def __init__(self, inner: DraftSession, num_draft: int = 8, threshold: float = 0.8, adaptive: bool = True) -> None:
         super().__init__(inner, num_draft, threshold)
-        self.adaptive, self.carry, self.remembers = adaptive, carry, carry or inner.remembers
+        self.adaptive = adaptive
         self._initial_threshold, self._rate = threshold, 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
-        if not self.carry:
-            self._restart()
+        self._restart()
 
     def observe(self, step: StepResult) -> None:
         drafted = step.tree.num_candidates

@@ -32,7 +32,7 @@ REFUSED = [
         for kind in (DraftModel, SelfSpeculative)
         for name, value in (("num_draft", 0), ("threshold", 1.0))
     ),
-    (DraftModel, {"schedule": "rising"}, "schedule must be one of constant, heuristic, heuristic_transient"),
+    (DraftModel, {"schedule": "rising"}, "schedule must be one of constant, heuristic, not"),
     *((Ouroboros, {name: 0}, f"{name} must be at least") for name in ("num_draft", "num_phrases", "level")),
     *((REST, {name: 0}, "must be at least 1") for name in ("num_draft", "shortest", "num_hits", "length")),
     (REST, {"longest": 3, "shortest": 4}, "longest must be at least 4"),

@@ -227,7 +227,7 @@ def decoded(base, drafter, questions, sampler=None):
 def every_drafter(base, make_drafter):
     """Return drafters of every kind, including some with a draft model."""
     runner = Runner(base)
-    named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative", "self_speculative:carry=true"]
+    named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative"]
     made = {name: drafter_specs.make(name, runner) for name in named}
     made |= {name: make_drafter(name, base, []) for name in ("ctc", "block", "eagle", "eagle3")}
     inner = {
@@ -254,7 +254,7 @@ def test_a_drafter_without_memory_drafts_as_after_a_reset(make_base, make_drafte
             assert decoded(base, drafter, QUESTIONS, sampler) == again, name
     assert {name for name, drafter in made.items() if drafter.remembers} == {
         *REMEMBERING,
-        *("ouroboros", "self_speculative:carry=true", "cascade that remembers"),
+        *("ouroboros", "cascade that remembers"),
     }
 
 

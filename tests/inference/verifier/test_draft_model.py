@@ -151,7 +151,7 @@ def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, thres
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["constant", "heuristic", "heuristic_transient"])
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
 @pytest.mark.parametrize("threshold", [0.0, 0.2])
 def test_draft_lengths_are_those_of_assisted_generation(make_base, monkeypatch, schedule, threshold):
     base, expected, lengths = make_base(context=128, predictable=True), [], []

@@ -217,7 +217,7 @@ def test_the_named_drafter_uses_the_runner_of_the_base(make_base, tmp_path):
     )
     assert default.inner.runner is named.inner.runner is runner
     assert (default.inner.attention, default.inner.mlp, default.inner.sampler) == ((1,), (1,), None)
-    assert (default.num_draft, default.threshold, default.adaptive, default.carry) == (8, 0.8, True, False)
+    assert (default.num_draft, default.threshold, default.adaptive) == (8, 0.8, True)
     assert (named.inner.attention, named.inner.mlp) == ((0, 2), (1,))
     assert (named.num_draft, named.threshold, named.adaptive) == (3, 0.5, False)
     assert isinstance(named.inner.sampler, KeyedSampler) and named.inner.sampler.seed == 3

@@ -53,8 +53,7 @@ class ChildDistribution:
 
     parent: int  # of the children, or `ROOT`
     probs: Tensor  # (V,) probabilities of the sampled tokens, after every logits warper
-    draws: tuple[int, ...]  # the children in the order they were sampled; with replacement one may be repeated
-    replacement: bool = True  # whether the tokens were sampled with replacement
+    draws: tuple[int, ...]  # the children in the order they were sampled; as they are put back, one may be repeated
 
 
 @dataclass(frozen=True)

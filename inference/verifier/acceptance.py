@@ -36,10 +36,10 @@ def multi_round_rejection(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Try the drawn children of one node in turn, by multi-round rejection sampling.
 
-    With p_1 = ``distribution``, child y_j is accepted with probability min(1, p_j(y_j) / q_j(y_j)). If it is rejected,
-    p_{j+1} is the normalised positive part of p_j - q_j. For draws with replacement q_{j+1} = q_j (SpecInfer, arXiv
-    2305.09781); for draws without, y_j is removed from q_j (arXiv 2402.14160). A single draw is the rejection sampling
-    of Leviathan et al. (arXiv 2211.17192). No operation waits for the device.
+    With p_1 = ``distribution``, child y_j is accepted with probability min(1, p_j(y_j) / q(y_j)). If it is rejected,
+    p_{j+1} is the normalised positive part of p_j - q, where q is what all children were drawn from (SpecInfer, arXiv
+    2305.09781). A single draw is the rejection sampling of Leviathan et al. (arXiv 2211.17192). No operation waits for
+    the device.
 
     The base draws from ``distribution`` (V,) after this node; ``uniform`` returns the random number in [0, 1) of each
     round. Returns whether a child was accepted (), its token (), and the residual distribution (V,) to draw from if
@@ -56,8 +56,4 @@ def multi_round_rejection(
         residual = (distribution - drafted).clamp(min=0)
         mass = residual.sum()
         distribution = torch.where(mass > 0, residual / mass, distribution)
-        if not children.replacement:
-            drafted = drafted.clone()
-            drafted[token] = 0
-            drafted = drafted / drafted.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
     return accepted, accepted_token, distribution

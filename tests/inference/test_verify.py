@@ -51,7 +51,7 @@ class AlwaysSeven(Drafter):
     def propose(self, seq, limits):
         probs = torch.full((300,), (1 - self.claimed) / 299)
         probs[7] = self.claimed
-        return DraftTree([7], [ROOT], distributions=(ChildDistribution(ROOT, probs, (0,), False),))
+        return DraftTree([7], [ROOT], distributions=(ChildDistribution(ROOT, probs, (0,)),))
 
 
 @pytest.mark.slow

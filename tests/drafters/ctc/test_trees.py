@@ -127,7 +127,7 @@ def test_a_drawn_tree_merges_the_texts_and_has_the_distribution_of_every_inner_n
     for distribution in tree.distributions:
         prefix = tuple(tree.path_tokens(distribution.parent))
         below = [text[len(prefix)] for text in drawn if text[: len(prefix)] == prefix and len(text) > len(prefix)]
-        assert [tree.tokens[node] for node in distribution.draws] == below and distribution.replacement
+        assert [tree.tokens[node] for node in distribution.draws] == below
         torch.testing.assert_close(distribution.probs, frames.after(prefix), rtol=0, atol=1e-7)
     assert {node for distribution in tree.distributions for node in distribution.draws} == set(range(len(tree)))
 

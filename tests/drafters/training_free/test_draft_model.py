@@ -41,8 +41,8 @@ def prompt_of(length, vocab=12):
 def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
     check_tree(tree, 9)
-    draws = [(drawn.parent, drawn.draws, drawn.replacement) for drawn in tree.distributions]
-    assert draws == [(-1, (0,), True), (0, (1,), True), (1, (2,), True)]
+    draws = [(drawn.parent, drawn.draws) for drawn in tree.distributions]
+    assert draws == [(-1, (0,)), (0, (1,)), (1, (2,))]
     assert [round(distribution.probs[0].item() - 1 / 9) for distribution in tree.distributions] == [1, 2, 3]
     assert DraftModel(Pen(), num_draft=3).propose([8], FAR).distributions == ()
 

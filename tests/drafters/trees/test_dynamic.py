@@ -112,7 +112,7 @@ def test_every_sampled_child_has_the_distribution_it_was_sampled_from():
             assert tree.distributions[0].parent == ROOT and len(tree.distributions) == 3
             for level, distribution in enumerate(tree.distributions):
                 path = [] if distribution.parent == ROOT else tree.path_tokens(distribution.parent)
-                assert len(path) == level and len(distribution.draws) == 2 and distribution.replacement
+                assert len(path) == level and len(distribution.draws) == 2
                 torch.testing.assert_close(distribution.probs, (walk.logits(root, path) / temperature).softmax(-1))
                 if level:
                     assert distribution.parent == tree.distributions[level - 1].draws[0], (

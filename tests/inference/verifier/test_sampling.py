@@ -122,11 +122,8 @@ def random_tree(rng, with_distributions, vocab=9):
     distributions = []
     for parent in rng.sample(range(-1, 12), 9) if with_distributions else []:
         draws = tuple(node for node in range(12) if parents[node] == parent)
-        distributions.append(
-            ChildDistribution(
-                parent, torch.tensor([rng.random() for _ in range(vocab)]).softmax(-1), draws, rng.random() < 0.5
-            )
-        )
+        probs = torch.tensor([rng.random() for _ in range(vocab)]).softmax(-1)
+        distributions.append(ChildDistribution(parent, probs, draws))
     return DraftTree(tokens, parents, distributions=tuple(distributions))
 
 

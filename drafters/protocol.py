@@ -92,9 +92,8 @@ def at_least_one(count: Tensor) -> Tensor:
 class TrainingBatch:
     """A batch of texts with the base's hidden states and its own next tokens.
 
-    Schedules inside a loss depend on ``step`` alone, so a resumed run and one that accumulates gradients compute the
-    same. ``divisor`` gives the mean count of all processes, so that the mean of their losses is the mean over all
-    terms; all processes must call it equally often.
+    ``divisor`` gives the mean count of all processes, so that the mean of their losses is the mean over all terms; all
+    processes must call it equally often.
     """
 
     hidden: Tensor  # (B, S, F * D) hidden states of the drafter's layers, concatenated
@@ -102,7 +101,6 @@ class TrainingBatch:
     input_ids: Tensor  # (B, S) the texts
     labels: Tensor  # (B, S) the base's own next token at each position
     loss_mask: Tensor  # (B, S) bool, true on assistant tokens
-    step: int = 0  # optimizer steps taken before this batch
     divisor: Callable[[Tensor], Tensor] = at_least_one  # maps a count of loss terms to what their sum is divided by
 
     def required_last_hidden(self) -> Tensor:

@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def compute_features(
-    base: Base, layers: Sequence[int], input_ids: Tensor, loss_mask: Tensor, step: int = 0
-) -> TrainingBatch:
+def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
     """Run one forward pass of the base over texts (B, S), with their loss mask (B, S).
 
     Autocast is switched off: the base's outputs are the same as in decoding, whatever precision the trainer uses.
@@ -67,16 +65,14 @@ def compute_features(
         head: Any = base.model.get_output_embeddings()
         # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
         labels = torch.stack([most_probable(head(states)) for states in last_hidden])
-    return TrainingBatch(hidden, last_hidden, input_ids, labels, loss_mask, step)
+    return TrainingBatch(hidden, last_hidden, input_ids, labels, loss_mask)
 
 
-def read_features(
-    batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype, step: int = 0
-) -> TrainingBatch:
+def read_features(batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype) -> TrainingBatch:
     """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
 
     The batch is one of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side; the
-    dtype is the base's, and ``step`` the number of optimizer steps before this batch.
+    dtype is the base's.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
     last_hidden: Tensor | None = None  # few losses read it, so a store need not hold it
@@ -84,7 +80,7 @@ def read_features(
         last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST_HIDDEN), :]
     elif "last_hidden" in batch:
         last_hidden = unpack(batch["last_hidden"], batch.get("last_hidden_scale"), dtype)
-    return TrainingBatch(hidden, last_hidden, batch["input_ids"], batch["labels"], batch["loss_mask"], step)
+    return TrainingBatch(hidden, last_hidden, batch["input_ids"], batch["labels"], batch["loss_mask"])
 
 
 def choose_layers(store: FeatureStore, base: Base, hash_of_base: str, layers: Sequence[int]) -> None:

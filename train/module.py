@@ -162,22 +162,22 @@ class DrafterTraining(L.LightningModule):
         self._base_hash = self._base_hash or base_hash(self.base)
         return self._base_hash
 
-    def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
+    def compute_batch(self, input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
         """Run the base over texts (B, S)."""
-        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask, step)
+        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask)
 
-    def training_batch(self, batch: dict[str, Tensor], step: int = 0) -> TrainingBatch:
+    def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
         """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""
         if "hidden" in batch:
             layers = self.drafter.required_outputs.hidden_layers
-            return read_features(batch, layers, self.base.model.dtype, step)
-        return self.compute_batch(batch["input_ids"], batch["loss_mask"], step)
+            return read_features(batch, layers, self.base.model.dtype)
+        return self.compute_batch(batch["input_ids"], batch["loss_mask"])
 
     def on_fit_start(self) -> None:
         self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        with_outputs = replace(self.training_batch(batch, self.global_step), divisor=self.divisor)
+        with_outputs = replace(self.training_batch(batch), divisor=self.divisor)
         loss, metrics = self.drafter.loss(with_outputs, self.base.base_weights)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)

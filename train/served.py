@@ -92,7 +92,7 @@ class ServedStates:
         states = dict(zip(self.layers, held.unbind(1), strict=True))
         states[LAST_HIDDEN] = states[base.shape.num_layers] = decoder.norm(states[base.shape.num_layers])
         hidden, labels = torch.cat([states[layer] for layer in layers], -1), most_probable(states[-1] @ head.T)
-        return TrainingBatch(hidden[None], states[-1][None], input_ids, labels[None], loss_mask, 0)
+        return TrainingBatch(hidden[None], states[-1][None], input_ids, labels[None], loss_mask)
 
 
 def key_of(tokens: Tensor) -> bytes:

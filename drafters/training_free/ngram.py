@@ -23,9 +23,6 @@ class NgramPool:
         self.max_per_key = max_per_key
         self._grams: dict[int, dict[Gram, None]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._grams.values()))
-
     def insert(self, key: int, gram: Sequence[int]) -> None:
         """Add an n-gram as the newest of its key; one that is there already is moved."""
         grams = self._grams.setdefault(key, {})

@@ -88,8 +88,9 @@ def train_briefly(drafter, base, texts, num_steps=30, lr=0.03, mask=None):
         labels = base.model(texts).logits.argmax(-1)
     optimizer, losses = torch.optim.AdamW(drafter.parameters(), lr=lr, weight_decay=0), []
     mask = torch.ones_like(texts, dtype=torch.bool) if mask is None else mask
-    for step in range(num_steps):
-        loss, _ = drafter.loss(TrainingBatch(hidden, last_hidden, texts, labels, mask, step), base.base_weights)
+    batch = TrainingBatch(hidden, last_hidden, texts, labels, mask)
+    for _ in range(num_steps):
+        loss, _ = drafter.loss(batch, base.base_weights)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -156,7 +156,7 @@ def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit
     assert (tree.tokens, tree.num_scratch) == ([20, 21, 22], 0)
     observe_step(drafter, tree, [1, 2, 3, 4], [1])
     assert drafter._levels == before
-    assert len(drafter._pool) == 1
+    assert held(drafter._pool, 20) == {6: [(20, 21, 22)]}
     tree = drafter.propose([5, 6], Limits(100, max_nodes=17, max_scratch_depth=6))
     assert tree.num_scratch == 14
     observe_step(drafter, tree, list(range(50, 50 + 18)), [50])
@@ -186,12 +186,12 @@ def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pse
     shared = NgramPool(7)
     for drafter, survives in ((Lookahead(), False), (Lookahead(pool=shared), True)):
         Session(pseudo_runner(), drafter).run([1, 2, 3], 40)
-        held = len(drafter._pool)
-        assert held
+        before = held(drafter._pool, 12)
+        assert before
         drafter.begin([1, 2, 3])
-        assert len(drafter._pool) == (held if survives else 0)
+        assert held(drafter._pool, 12) == (before if survives else {})
         drafter.reset()
-        assert len(drafter._pool) == 0
+        assert held(drafter._pool, 12) == {}
     assert drafter._pool is shared
 
 

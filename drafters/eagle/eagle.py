@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import (
-    MAX_LAYERS,
-    check_above_zero,
-    check_at_least,
-    check_at_most,
-    check_choices,
-    check_hidden_layers,
-)
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
 from drafters.losses import gathered_logits
 from drafters.losses.distillation import cross_entropy_of_states
 from drafters.nn.draft_cache import CachingDrafter, Context, Root
@@ -42,8 +35,6 @@ class AutoregressiveDraftOptions:
         num_nodes: M, largest number of nodes in a draft tree.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         tree: ``dynamic``, the most probable nodes found (EAGLE-2), or ``chain``, the most probable token at each level.
-        draws: Children sampled at each link of a chain, for exact rejection sampling; 0 takes the most probable token.
-        temperature: Temperature of the sampled children.
         window: Number of positions that the layer attends to, the node's own and those before it, in training and in
             decoding; 0 for all. The time and the cache of a draft then do not grow with the text. Must exceed
             ``depth``.
@@ -55,20 +46,15 @@ class AutoregressiveDraftOptions:
     num_nodes: int = 60
     min_probability: float = 0.0
     tree: Literal["dynamic", "chain"] = "dynamic"
-    draws: int = 0
-    temperature: float = 1.0
     window: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.draws and self.tree != "chain":
-            raise ValueError(f"draws ({self.draws}) needs tree: chain; the other tree takes the most probable tokens")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
         check_at_most(MAX_LAYERS, depth=self.depth)
-        check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
+        check_at_least(0, num_nodes=self.num_nodes, window=self.window)
         if 0 < self.window <= self.depth:
             raise ValueError(f"window ({self.window}) must exceed depth ({self.depth}), or be 0 for the whole text")
-        check_above_zero(temperature=self.temperature)
 
 
 class DraftLayer(nn.Module):
@@ -114,7 +100,7 @@ class AutoregressiveDrafter(CachingDrafter):
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
         self.draft_options = draft
-        self.samples_drafts, self.window = draft.draws > 0, draft.window
+        self.window = draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer, self.num_passes = layer, draft.depth
 
@@ -183,8 +169,11 @@ class AutoregressiveDrafter(CachingDrafter):
 
     def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
         paths, logits = self._start(context, root, base_weights)
-        depth = min(self.draft_options.depth, root.max_depth)
-        return dynamic.grow(logits, paths.feed, self.width, self.top_k, depth, root.eos)
+        return self._grow(logits, paths, root)
+
+    def _grow(self, logits: Tensor, paths: Paths, within: Root | Limits) -> Table:
+        depth = min(self.draft_options.depth, within.max_depth)
+        return dynamic.grow(logits, paths.feed, self.width, self.top_k, depth, within.eos)
 
     def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
         return dynamic.best_nodes(parts, limits, self.draft_options.num_nodes, self.draft_options.min_probability)
@@ -195,22 +184,9 @@ class AutoregressiveDrafter(CachingDrafter):
         # After a rewind there are decided tokens whose states the base has not returned yet.
         for token in seq[self._cache.length + 1 :]:
             logits = paths.feed(torch.full((1, 1), token, device=logits.device), paths.only_slot)[:, 0]
-        generator = torch.Generator(logits.device).manual_seed(limits.draft_seed)
-        tree = self._trees(logits, paths, limits, generator)[0]
+        table = self._grow(logits, paths, limits)
         self.draft_forwards += paths.num_passes
-        return tree
-
-    def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
-        options, feed = self.draft_options, paths.feed
-        depth = min(options.depth, limits.max_depth)
-        if not options.draws:
-            table = dynamic.grow(logits, feed, self.width, self.top_k, depth, limits.eos)
-            return self.trees_from(table.on_host(), limits)
-        # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
-        depth = min(depth, min(options.num_nodes, limits.max_nodes) // options.draws)
-        if depth < 1:
-            return [DraftTree()] * len(logits)
-        return dynamic.draw(logits, feed, depth, options.draws, options.temperature, generator, limits.eos)
+        return self.trees_from(table.on_host(), limits)[0]
 
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
@@ -218,13 +194,11 @@ class AutoregressiveDrafter(CachingDrafter):
         positions = torch.arange(len(hidden) - 1, device=hidden.device)
         pairs = hidden[None, :-1], positions[None], input_ids[None, 1:]
         context, (residuals, inputs) = self._pairs(*pairs, base_weights)
-        generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
 
         def draft(anchors: Tensor) -> list[DraftTree]:
             paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None], self.window)
             logits = paths.start(residuals[0, 0, anchors - 1][:, None], inputs[0, 0, anchors - 1][:, None])
-            # Without their distributions, each of which is as large as the vocabulary.
-            return [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
+            return self.trees_from(self._grow(logits, paths, limits).on_host(), limits)
 
         return draft
 

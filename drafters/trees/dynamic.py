@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.nn.table import Table
 from drafters.protocol import Limits
-from drafters.tree import ROOT, ChildDistribution, DraftTree, Growth
+from drafters.tree import ROOT, DraftTree
 
 FeedBeam = Callable[[Tensor, Tensor], Tensor]
 """Feeds the tokens (A, W) of the next beam, each below a slot (A, W) of the previous one; returns logits (A, W, V)."""
@@ -71,44 +71,3 @@ def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num
         place[parents[order].astype(int)].tolist(),
         probabilities=np.exp(scores[order]).tolist(),
     )
-
-
-def draw(
-    logits: Tensor,
-    feed: FeedBeam,
-    depth: int,
-    num_draws: int,
-    temperature: float,
-    generator: torch.Generator,
-    eos: Collection[int] = (),
-) -> list[DraftTree]:
-    """Sample chains from the drafter's own distribution, with sampled siblings at each link, for exact rejection.
-
-    At each of ``depth`` levels ``num_draws`` tokens are sampled with replacement, and the chain continues below the
-    first until that ends the text. That choice does not depend on anything the verifier reads, so multi-round rejection
-    at each node stays exact (`ChildDistribution`). The generator is on the device of the logits (A, V).
-    """
-    distributions: list[Tensor] = []
-    draws: list[Tensor] = []
-    first_slot = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-    while True:
-        distribution = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
-        draws.append(torch.multinomial(distribution, num_draws, replacement=True, generator=generator))  # (A, n)
-        distributions.append(distribution)
-        if len(draws) == depth:
-            break
-        logits = feed(draws[-1][:, :1], first_slot)[:, 0]
-    levels_of = torch.stack(draws, 1).tolist()  # of each root
-    return [_chain(levels, [probs[root] for probs in distributions], eos) for root, levels in enumerate(levels_of)]
-
-
-def _chain(levels: list[list[int]], probs: list[Tensor], eos: Collection[int]) -> DraftTree:
-    tree, node = Growth(), ROOT
-    distributions: list[ChildDistribution] = []
-    for draws, distribution in zip(levels, probs, strict=True):
-        nodes = tuple(tree.child(node, token) for token in draws)
-        distributions.append(ChildDistribution(node, distribution, nodes))
-        if draws[0] in eos:
-            break
-        node = nodes[0]
-    return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))

@@ -37,7 +37,6 @@ SAMPLERS = {
 }
 DRAWN = {  # drafters with weights that sample their drafts
     "ctc, drawn": (drafters.CTC, lossless.CTC | {"markov_rank": 3}, {"draws": 3}),
-    "eagle, drawn": (drafters.EAGLE, lossless.EAGLE, {"tree": "chain", "draws": 2}),
 }
 CTC_OPTIONS = {  # further options of the CTC drafter
     "ctc, draft vocabulary": (drafters.CTC, lossless.CTC | {"markov_rank": 3, "draft_vocab_size": 20}, {}),

@@ -167,11 +167,10 @@ DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft
 FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
-    **{"temperature": 9.0, "draw_temperature": 9.0, "static": "tree.json"},
+    **{"draw_temperature": 9.0, "static": "tree.json"},
     **{"window": 2, ("eagle3", "window"): 7},  # at least num_unroll
 }
-BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
-BESIDE |= {"draw_temperature": ["draws=4"]}
+BESIDE = {"draw_temperature": ["draws=4"]}
 BESIDE |= {("eagle", "window"): ["depth=1"], ("eagle3", "window"): ["depth=1"]}  # a window exceeds the depth
 
 

@@ -97,18 +97,6 @@ def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_stat
     assert list(tree.tokens) == path
 
 
-@both
-def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_weights, kind):
-    drafter = make(kind, depth=3, tree="chain", draws=2, temperature=0.7)
-    hidden, ids = text_for(drafter)
-    tree = ready(drafter, hidden, ids, 6).propose(ids[:7].tolist(), UNLIMITED)
-    assert len(tree.distributions) == 3
-    for distribution in tree.distributions:
-        path = [] if distribution.parent == -1 else tree.path_tokens(distribution.parent)
-        expected = (distribution_after(drafter, base_weights, hidden, ids, 6, path) / 0.7).softmax(-1)
-        torch.testing.assert_close(distribution.probs, expected)
-
-
 # ---- training
 
 

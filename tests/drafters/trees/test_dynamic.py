@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from drafters.protocol import Limits
-from drafters.tree import ROOT
 from drafters.trees import dynamic
 from drafters.trees.search import SearchLimits
 from tests.conftest import check_tree
@@ -100,29 +99,3 @@ def test_improbable_nodes_are_left_out():
     )
     assert paths_of(cut) == [path for path in paths_of(whole) if walk.probability(0, path) >= 0.05]
     assert 0 < len(cut) < len(whole)
-
-
-def test_every_sampled_child_has_the_distribution_it_was_sampled_from():
-    generator = torch.Generator().manual_seed(0)
-    for temperature in (0.5, 1.0):
-        walk = Walk(2)
-        trees = dynamic.draw(walk.first(), walk.step, 3, 2, temperature, generator)
-        for root, tree in enumerate(trees):
-            check_tree(tree, V)
-            assert tree.distributions[0].parent == ROOT and len(tree.distributions) == 3
-            for level, distribution in enumerate(tree.distributions):
-                path = [] if distribution.parent == ROOT else tree.path_tokens(distribution.parent)
-                assert len(path) == level and len(distribution.draws) == 2
-                torch.testing.assert_close(distribution.probs, (walk.logits(root, path) / temperature).softmax(-1))
-                if level:
-                    assert distribution.parent == tree.distributions[level - 1].draws[0], (
-                        "the chain continues below the first sampled token"
-                    )
-
-
-def test_a_sampled_chain_stops_at_an_end_token():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        walk = Walk(1)
-        tree = dynamic.draw(walk.first(), walk.step, 5, 2, 1.0, generator, {0, 1})[0]
-        assert tree.pruned(9, 99, {0, 1}) is tree

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import drafters
 from data.tokenizer import tokenizer_hash
-from drafters import checkpoint, registry
+from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, drafter_specs, generate, stream
 from inference.chat import ChatSession
@@ -35,8 +35,6 @@ PROMPT = [3, 4, 5]
 TOY_VOCAB = 8
 OPTIONS = {  # of the drafters that sample
     "ctc": "draws=2,num_nodes=8",
-    "eagle": "tree=chain,draws=2,depth=2",
-    "eagle3": "tree=chain,draws=2,depth=2",
     "draft_model": "num_draft=2,temperature=1",
     "smaller draft_model": "num_draft=2,temperature=1",  # of the same tokenizer, with a smaller or larger embedding
     "larger draft_model": "num_draft=2,temperature=1",
@@ -54,17 +52,15 @@ def save_toy_base(folder, seed=0, vocab=TOY_VOCAB):
 
 
 def save_toy_drafters(base, folder):
-    """Write untrained drafters and a draft model for a toy base, and return their specs by name."""
+    """Write an untrained CTC drafter and draft models for a toy base, and return their specs by name."""
     sizes = {"draft_model": TOY_VOCAB, "smaller draft_model": 3, "larger draft_model": TOY_VOCAB + 3}
     folders = {name: save_toy_base(folder / name, 4, size) for name, size in sizes.items()}
-    for name, kind in (("ctc", drafters.CTC), ("eagle", drafters.EAGLE), ("eagle3", drafters.EAGLE3)):
-        options = {"trunk": {"num_frames": 4}, "loss": {"num_labels": 3}} if name == "ctc" else {}
-        class_path = registry.class_path(kind)
-        config = DrafterConfig(class_path, options, base.shape, base.name, tokenizer_hash(base.tokenizer))
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            checkpoint.save(folder / name, config.build(), config)
-        folders[name] = folder / name
+    options = {"trunk": {"num_frames": 4}, "loss": {"num_labels": 3}}
+    config = DrafterConfig("drafters.CTC", options, base.shape, base.name, tokenizer_hash(base.tokenizer))
+    folders["ctc"] = folder / "ctc"
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        checkpoint.save(folders["ctc"], config.build(), config)
     return {name: f"{name.split()[-1]}={folders[name]}:{options}" for name, options in OPTIONS.items()}
 
 

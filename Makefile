@@ -156,7 +156,7 @@ $(LLAMA)/.installed: | install
 	tar --extract --gzip --file $(LLAMA)/$(LLAMA_PACKAGE).tar.gz --directory $(LLAMA)
 	cmake -S $(LLAMA_SOURCE) -B $(LLAMA_SOURCE)/build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
 		-DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF $(LLAMA_ARGS)
-	cmake --build $(LLAMA_SOURCE)/build --target llama-server llama-bench --parallel 2
+	cmake --build $(LLAMA_SOURCE)/build --target llama-server --parallel 2
 	touch $@
 
 # Our drafters in llama.cpp's server, and our files beside those of its own converter.

@@ -10,8 +10,7 @@ The environment variable OMP_NUM_THREADS sets the number of threads. Each module
 - docs/results/speed.md: `steps` (time of a step by the size of the draft tree, eager and graphed) and
   `against_transformers` (our drafters beside transformers' own `generate`)
 - docs/results/engines.md: `engines` (servers of several engines on one machine, those of engines.txt).
-- docs/results/int8.md: `quantised` (quality and steps of a base in 8 bits) and `against_llama_cpp` (our loop on a CPU
-  beside llama.cpp with the same file)
+- docs/results/int8.md: `quantised` (quality and steps of a base in 8 bits)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base, by `widening`)
 - docs/results/training.md: `training_speed` (a training step by phase) and `training_launches` (what a step of the
   recipes for large bases launches)

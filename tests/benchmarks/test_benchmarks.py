@@ -1,13 +1,11 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
 import json
-import sys
 
 import pytest
 import torch
 
 from benchmarks import (
-    against_llama_cpp,
     against_transformers,
     harness,
     paper_figures,
@@ -164,31 +162,3 @@ def test_a_base_in_8_bits_in_small(tmp_path):
     assert len(rows("\n".join(times))) == 2 + 2
     with pytest.raises(ValueError, match="nodes at least 0"):
         quantised.quantised("checkpoints/tiny-chat", nodes=[-1])
-
-
-@pytest.mark.slow
-@needs_int8
-def test_against_llama_cpp_in_small(tmp_path):
-    """With a program that prints what llama-bench prints: 1 ms for each token that it is told to write."""
-    program = tmp_path / "llama-bench"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, sys\n"
-        "assert sys.argv[sys.argv.index('-t') + 1] == '1' and int(sys.argv[sys.argv.index('-d') + 1]) > 5\n"
-        "print(json.dumps([{'avg_ns': int(sys.argv[sys.argv.index('-n') + 1]) * 1e6}]))\n"
-    )
-    program.chmod(0o755)
-    out = tmp_path / "out.md"
-    sizes = {"limit": 2, "max_new_tokens": 6, "dtypes": ["float32", "int8"], "drafter": ["anpd"], "out": str(out)}
-    against_llama_cpp.against_llama_cpp(str(program), str(program), "checkpoints/tiny-chat", **sizes)
-    table = rows(out.read_text())[2:]
-    assert [row[0] for row in table] == [
-        "llama.cpp: alone",
-        *(f"{d}: {n}" for d in ("float32", "int8") for n in ("none", "anpd")),
-    ]
-    assert table[0][2:4] == ["1000.0", "1.00"]
-    assert all(row[5] == "2 of 2" for row in table[1:])
-    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such model')\n")
-    with pytest.raises(ValueError, match="no such model"):
-        against_llama_cpp.against_llama_cpp(str(program), str(program), "checkpoints/tiny-chat", **sizes)
-    with pytest.raises(ValueError, match="is no file"):
-        against_llama_cpp.against_llama_cpp("missing.gguf", str(program))

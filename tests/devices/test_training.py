@@ -52,8 +52,8 @@ def train(base, drafter_class, arguments, accelerator=None):
         divisor, seen = SharedDivisor(lambda count: count, 1), []
         if accelerator:
             accelerator.take_copies()
-        for step in range(NUM_STEPS):
-            batch = replace(outputs, step=step, divisor=divisor)
+        for _ in range(NUM_STEPS):
+            batch = replace(outputs, divisor=divisor)
             loss, metrics = drafter.loss(batch, base.base_weights)
             optimizer.zero_grad()
             divisor.weighted(loss).backward()

@@ -65,7 +65,8 @@ def verify(
     alone = list[DecodedText]()  # what our own loop writes without a drafter, if its bits are to be compared
     if runner.row_multiple:
         alone = [decode(Session(runner, NoDrafter(), sampler), *prompt) for prompt in prompts]
-        console.print(f"bit-identical rows: yes, fed in multiples of {runner.row_multiple}", highlight=False)
+        feeding = f", fed in multiples of {runner.row_multiple}" if runner.row_multiple > 1 else ""
+        console.print(f"bit-identical rows: yes{feeding}", highlight=False)
     elif model.dtype != "float32":
         console.print("bit-identical rows: no")
     expected = [text.tokens for text in alone]

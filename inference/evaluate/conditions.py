@@ -143,10 +143,11 @@ def describe(conditions: RunConditions, record: RunRecord) -> dict[str, str]:
 
     specs = {name: printed(drafter.spec, drafter.fingerprint) for name, drafter in conditions.drafters.items()}
     load = {} if record.load is None else {name: value for name, value in asdict(record.load).items() if value}
+    feeding = f" (rows in multiples of {record.row_multiple})" * ((record.row_multiple or 1) > 1)
     lines = {
         "base": printed(conditions.base, conditions.base_fingerprint),
         **conditions.same(),
-        "bit-identical": f"yes (rows in multiples of {record.row_multiple})" if record.row_multiple else "",
+        "bit-identical": "yes" + feeding if record.row_multiple else "",
         "drafters": "; ".join(f"{name}: {spec}" for name, spec in specs.items()),
         "length caps": ", ".join(f"{cap} tokens ({name})" for name, cap in conditions.caps.items()),
         "questions decoded": ", ".join(f"{count} times ({name})" for name, count in record.repeats.items()),

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import drafters
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
-from inference import drafter_specs
+from inference import drafter_specs, model_drafters
+from inference.verifier import int8, packed
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests import conftest
@@ -129,6 +131,36 @@ def test_draft_models_draft_for_one_another_as_deep_as_the_spec_says(make_base, 
     tokenizer.add_tokens(["w40"])
     tokenizer.save_pretrained(other)
     assert f"{other} has another tokenizer (41 tokens)" in refusal(f"cascade={first}:inner={other}", runner.base)
+
+
+needs_int8 = pytest.mark.skipif(
+    not (int8.can_multiply_int8() and packed.has_packed_products(torch.bfloat16)), reason="needs VNNI and bfloat16"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "kind"),
+    [
+        (torch.float32, packed.pack_weights, packed.PackedLinear),
+        pytest.param(torch.bfloat16, packed.pack_weights, int8.Int8Linear, marks=needs_int8),
+        pytest.param(torch.bfloat16, int8.quantise_layers, int8.Int8Linear, marks=needs_int8),
+    ],
+)
+def test_a_draft_model_multiplies_as_learned_drafters_do(make_base, tmp_path, monkeypatch, dtype, change, kind):
+    monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 1)
+    base = make_base(dtype=dtype, predictable=True)
+    base.model.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    beside_plain = model_drafters.model_runner(str(tmp_path), base)
+    assert not any(isinstance(layer, kind) for layer in beside_plain.base.model.modules())
+    base = replace(base, model=copy.deepcopy(base.model))
+    assert change(base.model)
+    runner = Runner(base)
+    drafter = drafter_specs.make(f"draft_model={tmp_path}", runner)
+    layers = [*drafter.inner.session.runner.base.model.modules()]
+    assert any(isinstance(layer, kind) for layer in layers) and not any(type(layer) is nn.Linear for layer in layers)
+    found, alone = (Session(runner, each).run([33, 5, 38, 6, 7], 30) for each in (drafter, drafters.NoDrafter()))
+    assert found.tokens == alone.tokens and len(found.steps) < len(alone.steps) / 3
 
 
 @pytest.mark.slow

@@ -24,9 +24,7 @@ from drafters.training_free.ngram import NgramPool
 from inference.verifier.base import Base, BaseConfig, check_fit, load_base
 from inference.verifier.draft_model import DraftModelSession, Lenient
 from inference.verifier.graphed import make_runner
-from inference.verifier.int8 import Int8Linear, can_multiply_int8
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
-from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 
@@ -63,14 +61,10 @@ def load_learned(folder: str | Path, config: DrafterConfig, base: Base) -> Learn
 def model_runner(folder: str, base: Base) -> Runner:
     """A runner of a draft model, with a KV cache of its own; raises ValueError if it has not the base's tokenizer.
 
-    It multiplies as learned drafters do (`Base.lend_weights_to`): by packed weights beside packed ones, in 8 bits if
-    these are in bfloat16, or the base is in 8 bits.
+    It is packed, or in 8 bits, where learned drafters are.
     """
-    head, is_half = base.model.get_output_embeddings(), base.model.dtype is torch.bfloat16
-    is_packed = isinstance(head, PackedLinear)
-    is_int8 = isinstance(head, Int8Linear) or (is_packed and is_half and can_multiply_int8())
-    dtype = "int8" if is_int8 else str(base.model.dtype).removeprefix("torch.")
-    model = _load_model(folder, cast("Dtype", dtype), str(base.model.device), is_packed)
+    dtype = "int8" if base.drafts_in_int8 else str(base.model.dtype).removeprefix("torch.")
+    model = _load_model(folder, cast("Dtype", dtype), str(base.model.device), base.is_packed)
     if tokenizer_hash(model.tokenizer) != tokenizer_hash(base.tokenizer):
         raise ValueError(
             f"the draft model {folder} has another tokenizer ({len(model.tokenizer)} tokens) than the base {base.name} "

@@ -132,17 +132,28 @@ class Base(_Sizes):
         is_converted = weight.is_floating_point() and self.config.model_type in PLAIN_MODEL_TYPES
         return self.model.dtype if is_converted else weight.dtype
 
-    def lend_weights_to(self, drafter: LearnedDrafter) -> None:
-        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is.
+    @property
+    def is_packed(self) -> bool:
+        """Whether it multiplies by packed weights, as then what drafts for it does."""
+        return isinstance(self.model.get_output_embeddings(), PackedLinear)
 
-        Beside packed weights in bfloat16 it multiplies in 8 bits, as drafts need not be exact.
+    @property
+    def drafts_in_int8(self) -> bool:
+        """Whether what drafts for it multiplies in 8 bits: as it does, or beside packed weights in bfloat16.
+
+        Drafts need not be exact.
         """
-        weights, head = self.base_weights, self.base_weights.packed_head
-        if isinstance(head, PackedLinear) and head.weight.dtype is torch.bfloat16 and can_multiply_int8():
+        is_half = self.is_packed and self.model.dtype is torch.bfloat16
+        return isinstance(self.model.get_output_embeddings(), Int8Linear) or (is_half and can_multiply_int8())
+
+    def lend_weights_to(self, drafter: LearnedDrafter) -> None:
+        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
+        weights = self.base_weights
+        if isinstance(head := weights.packed_head, PackedLinear) and self.drafts_in_int8:
             weights = replace(weights, packed_head=DraftHead(head))
-        if isinstance(weights.packed_head, Int8Linear | DraftHead):
+        if head is not None and self.drafts_in_int8:
             quantise_layers(drafter, smallest_packed(self.model))
-        elif weights.packed_head is not None:
+        elif head is not None:
             pack_weights(drafter, at_first_use=True, smallest=smallest_packed(self.model))
         drafter.to(self.model.device).attach_base_weights(weights)
 

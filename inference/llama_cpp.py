@@ -15,9 +15,6 @@ from inference.vllm.command import DEFAULT_CHAIN
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-MIN_CONFIDENCE = 0.3
-"""Probability of being accepted below which DSpark ends a draft, if it has a confidence head."""
-
 
 def server_line(base: str | None, drafter: str, num_tokens: int | None = None, port: int = 8000) -> str:
     """The line for a shell; see `inference.commands.serve_command`.
@@ -38,8 +35,6 @@ def server_line(base: str | None, drafter: str, num_tokens: int | None = None, p
         if _field(content, what) != _field(read_gguf(Path(served)), what):
             raise ValueError(f"{drafter} was trained for a base with another {what} than {served}")
     chain = ["--spec-type", f"draft-{method}", "--spec-draft-n-max", str(min(num_tokens or longest, longest))]
-    if _field(content, "dflash.has_confidence_head"):
-        chain += ["--spec-draft-p-min", str(MIN_CONFIDENCE)]
     # The counters of /metrics are what `drafters eval --server` reads.
     return shlex.join(
         ["llama-server", "-m", served, "-md", str(path), *chain, "-fa", "on", "--metrics", "--port", str(port)]

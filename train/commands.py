@@ -13,7 +13,6 @@ def export(
     format: Literal["drafters", "vllm", "gguf"] = "drafters",
     mask_token_id: int | None = None,
     dtype: Literal["bfloat16", "float16", "float32"] | None = None,
-    confidence: str | None = None,
     license: str | None = None,
     results: list[str] | None = None,
 ) -> None:
@@ -31,14 +30,12 @@ def export(
             or ``gguf``, which llama.cpp reads, for EAGLE-3, Block and CTC, whose blank is left out.
         mask_token_id: For Block and CTC in another format, a token that no text holds, whose embedding is replaced.
         dtype: Dtype of the weights; by default that of the training, and bfloat16 in another format.
-        confidence: A file of the base's own answers, as in data.files, to fit DSpark's confidence head on for ``gguf``,
-            which ends a draft before a token that is unlikely to be accepted.
         license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
         results: Folders that `drafters eval --out` wrote, whose tables go into the card.
     """
     from train import export
 
-    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, confidence, license, results)
+    export.export(ckpt, out, base, overwrite, format, mask_token_id, dtype, license, results)
 
 
 def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bool = False) -> None:

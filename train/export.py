@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ WEIGHTS = "model.safetensors", "model.safetensors.index.json", DRAFTER_FILE
 
 def export(
     ckpt: str, out: str, base: str | None, overwrite: bool, format: str, mask_token_id: int | None,
-    dtype: str | None, confidence: str | None, license: str | None, results: list[str] | None,
+    dtype: str | None, license: str | None, results: list[str] | None,
 ) -> None:  # fmt: skip
     """Run `drafters export`, see `train.commands.export`."""
     folder = Path(out)
     check_output_folder(folder, overwrite)
-    if confidence and format != "gguf":
-        raise ValueError("--confidence is for --format gguf only: leave it out")
     if (Path(ckpt) / "config.json").is_file():
         drafter, config = checkpoint.load(ckpt)
         stored = load_file(Path(ckpt) / "model.safetensors").values()
@@ -42,7 +39,7 @@ def export(
         drafter, config = drafter_of(read_checkpoint(Path(ckpt)), base)
     with new_folder(folder) as new:
         if format != "drafters":
-            write = vllm.write if format == "vllm" else partial(gguf.write, confidence=confidence)
+            write = vllm.write if format == "vllm" else gguf.write
             write(new, drafter, config, mask_token_id, getattr(torch, dtype or "bfloat16"))
         else:
             if dtype:

@@ -18,14 +18,12 @@ from data.gguf import BASE_NAME, DRAFTER_FILE, check_installed, is_gguf, read_gg
 from data.hub import find_base
 from data.safe_text import code_span
 from data.tokenizer import load_tokenizer
-from drafters import CTC, EAGLE3, Block
+from drafters import EAGLE3, Block
 from drafters.checkpoint import DrafterConfig
 from drafters.nn.transformer import RotaryEmbedding
 from drafters.protocol import BaseShape, LearnedDrafter
-from train.formats.block import without_blank
-from train.formats.confidence import confidence_head
 from train.formats.public import PublicCheckpoint
-from train.formats.vllm import base_of, converted
+from train.formats.vllm import converted
 from train.model_card import card_header, described_base
 
 SIZES = {
@@ -92,11 +90,9 @@ def write(
     config: DrafterConfig,
     mask_token_id: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    confidence: str | None = None,
 ) -> None:
     """Write model.gguf, with matrices in this dtype and the tokenizer of the base, and README.md.
 
-    ``confidence`` are conversations to fit DSpark's confidence head on.
     Raises ValueError if llama.cpp has no method that drafts in the same way, or a package is missing.
     """
     check_installed("gguf")
@@ -110,12 +106,6 @@ def write(
         raise ValueError("the gguf format of EAGLE-3 fuses three layers: train it with three hidden_layers")
     if isinstance(drafter, Block) and drafter.first_frame and not drafter.markov:
         method, weights = "dflash", {name: w for name, w in weights.items() if not name.startswith("markov")}
-    if confidence:
-        block = without_blank(drafter, config)[0] if isinstance(drafter, CTC) else drafter
-        if method != "dspark" or not isinstance(block, Block):
-            raise ValueError(f"draft-{method} of llama.cpp has no confidence head: leave out --confidence")
-        weights |= confidence_head(block, config, base_of(config), confidence)
-        values["enable_confidence_head"] = True
     fields = {f"{arch}.{name}": layers[size] for name, size in SIZES.items()}
     fields |= {f"{arch}.{name}": values[setting] for name, setting in SETTINGS[arch].items()}
     fields |= {f"{arch}.vocab_size": layers["vocab_size"], f"{arch}.rope.dimension_count": layers["head_dim"]}

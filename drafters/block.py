@@ -77,7 +77,6 @@ def cross_entropy(
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens; where passages are copied, these terms are those of
     `AnchoredFrames.with_copies`. The weights w_u of an anchor are proportional to decay^(u-1) and sum to one.
-    ``label_weight`` multiplies these terms. Distillation adds sum_u w_u KL(p || p_u(. | y_{u-1})) with the base's p.
 
     The base's LM head (V, D) is frozen; ``right`` (V, R) is the right factor of the Markov bias, if there is one.
     Frames beyond the number of labels are not trained. The metric is ``expected_acceptance``, the mean of
@@ -95,15 +94,11 @@ def cross_entropy(
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
         log_probs = prefix.diff(prepend=torch.zeros_like(prefix[:, :1]))
         weight = label_loss.by_depth(x.valid, options.decay, log_probs.dtype)
-        loss = -options.label_weight * (weight * log_probs).sum()
-        if options.distillation:
-            draft = lambda: exponentials * (largest - log_sum).exp()  # noqa: E731 - (A, U, V)
-            loss = loss + label_loss.distilled(x, draft, weight, head, options)
-        return loss, torch.where(x.valid, prefix.exp(), 0.0).sum()
+        return -(weight * log_probs).sum(), torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
-    # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
-    num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
+    # Vectors over the vocabulary that a chunk holds of each label: the logits and the bias.
+    num_vectors = num_labels * (1 + (right is not None))
     loss, acceptance = label_loss.mean_over_anchors(sums, anchored, [right], num_vectors, len(head), divisor)
     return loss, {"expected_acceptance": acceptance}

@@ -183,8 +183,6 @@ class ParallelDrafter(CachingDrafter):
             self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
         num_embeddings = trunk.num_frames if trunk.frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
-        if trunk.copy and loss.distillation:
-            raise ValueError("distillation knows no copies: leave it out, or set copy to false")
         self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None
         self.num_found = (1 + trunk.num_frames) * trunk.lookup
         num_drafted = trunk.draft_vocab_size
@@ -317,11 +315,6 @@ class ParallelDrafter(CachingDrafter):
         roots = self.roots(batch.input_ids, anchors)
         frames = self(batch.hidden, roots, base_weights.embedding, batch.input_ids).flatten(0, 1)
         valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
-        teacher, teacher_valid = None, None
-        if options.distillation:
-            last_hidden = batch.required_last_hidden()
-            deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, num_labels)
-            teacher, teacher_valid = (part.flatten(0, 1) for part in deciding)
         copied, copy_logits = None, None
         if self.copies and roots.passages is not None:
             copied, copy_logits = roots.passages.begin_with(labels), roots.passages.copy_logits(frames)
@@ -331,7 +324,7 @@ class ParallelDrafter(CachingDrafter):
             left, right = self.markov.factors(torch.cat([roots.tokens.flatten()[:, None], labels], 1), weights)
         if vocabulary is not None:
             labels, valid = vocabulary.cut(labels, valid)
-        anchored = AnchoredFrames(frames, labels, valid, left, teacher, teacher_valid, copied, copy_logits)
+        anchored = AnchoredFrames(frames, labels, valid, left, copied, copy_logits)
         if self.training and options.num_columns:
             return sample_columns(anchored, weights.head, right, options.num_columns, self.has_blank)
         return anchored, weights.head, right

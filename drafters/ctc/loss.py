@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -65,10 +64,8 @@ def ctc_loss(
 
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
-    weights w_u of an anchor are proportional to decay^(u-1) and sum to one. ``label_weight`` multiplies the objective.
-    Distillation adds sum_u w_u KL(p || q(. | y_<u)), where p is the base's and q the exact distribution of the draft's
-    next token over the (draft) vocabulary. Labels that no alignment can reach, because there are too few frames,
-    contribute nothing.
+    weights w_u of an anchor are proportional to decay^(u-1) and sum to one. Labels that no alignment can reach, because
+    there are too few frames, contribute nothing.
 
     The base's LM head (V, D) is frozen. The metrics are ``blank_share``, the mean of p_t(blank | root), and
     ``expected_acceptance``, the mean of sum_u P(text begins with y_1..y_u) over valid labels. They and the loss are
@@ -77,25 +74,19 @@ def ctc_loss(
 
     def sums(x: AnchoredFrames, *weights: Tensor) -> tuple[Tensor, Tensor]:
         emissions = emit(x, head, CTCOutput(*weights))
-        states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels)
+        states = run_recursion(*emissions, x.labels)
         prefix = x.with_copies(states.prefix)
         counts = x.valid & is_possible(prefix)  # (A, U)
         acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
         prefix = torch.where(counts, prefix, 0.0)
         weight = label_loss.by_depth(counts, options.decay, prefix.dtype)  # 0 where no alignment reaches the label
-        objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
-        loss = options.label_weight * objective
-        if options.distillation:
-            draft = partial(next_token_probs, emissions, states, x.labels)  # (A, U, V)
-            loss = loss + label_loss.distilled(x, draft, weight, head, options)
+        loss = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
 
-    # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token; with
-    # distillation those of p, q and what compares them.
+    # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token.
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
-    num_vectors += num_labels * (3 if options.distillation else 0)
     num_calls = OTHER_CALLS + num_frames * FRAME_CALLS
     loss, numbers = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor, num_calls)
     return loss, dict(zip(("blank_share", "expected_acceptance"), numbers, strict=True))
@@ -118,9 +109,6 @@ class Emissions(NamedTuple):
     enter: Tensor  # (A, T, U) log p_t(y_u | y_{u-1}), where y_0 is the root
     stay: Tensor  # (A, T, U) log p_t(y_u | y_u)
     blank: Tensor  # (A, T, C) log p_t(blank | y_u), u = 0..U
-    exponentials: Tensor  # (A, T, V) exp(z - largest z of the frame), where z are the logits without the bias
-    factors: Tensor | None  # (A, C, V) exp(B - largest B of a token after that label), or None
-    log_scale: Tensor  # (A, T, C) log of what exponentials * factors lacks to be a probability
 
 
 def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
@@ -135,7 +123,7 @@ def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
     if x.left is None or output.right is None:
         log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, largest), blank)
         enter = picked - log_sum  # (A, T, U)
-        return Emissions(enter, enter, blank - log_sum, exponentials, None, largest - log_sum)
+        return Emissions(enter, enter, blank - log_sum)
     left, right = x.left.to(dtype), output.right.to(dtype)
     biases = left @ right[:-1].T  # (A, C, V)
     factors, largest_bias, _ = gathered_logits.exponentials(biases, x.labels.new_empty(*biases.shape[:2], 0))
@@ -146,29 +134,7 @@ def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
     label_columns = F.embedding(x.labels, right)  # (A, U, R)
     enter_bias, stay_bias = ((part * label_columns).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))
     enter, stay = picked + enter_bias - log_sum[..., :-1], picked + stay_bias - log_sum[..., 1:]  # (A, T, U)
-    return Emissions(enter, stay, blank - log_sum, exponentials, factors, largest + largest_bias - log_sum)
-
-
-def next_token_probs(emissions: Emissions, states: States, labels: Tensor) -> Tensor:
-    """q(v | y_<u) for u = 1..U, (A, U, V), the draft's exact distribution of the token after the labels before:
-
-        q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
-
-    Where no alignment reaches y_<u the result is finite but meaningless.
-    """
-    num_labels = labels.shape[1]
-    entered, blank_end, label_end = (state.transpose(0, 1) for state in states)
-    prefix = F.pad(entered.logsumexp(1)[:, :-1], (1, 0))[:, None]  # (A, 1, U): log P(text begins with y_<u)
-    prefix = torch.where(is_possible(prefix), prefix, 0.0)
-    at_blank = blank_end[:, :-1, :num_labels] - prefix  # (A, T, U)
-    anywhere = torch.logaddexp(at_blank, label_end[:, :-1, :num_labels] - prefix)
-    q = (anywhere + emissions.log_scale[..., :num_labels]).exp().mT @ emissions.exponentials  # (A, U, V)
-    if emissions.factors is not None:
-        q = q * emissions.factors[:, :num_labels]
-    # A repetition of the last label needs a blank before it.
-    repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
-    q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
-    return q
+    return Emissions(enter, stay, blank - log_sum)
 
 
 # ---- the recursion over frames

@@ -18,8 +18,6 @@ class AnchoredFrames(NamedTuple):
     labels: Tensor  # (A, U) the base's next tokens y_1..y_U
     valid: Tensor  # (A, U) bool, a leading run: the labels inside the assistant's turn
     left: Tensor | None = None  # (A, U + 1, R) left factor of the Markov bias after the root and y_1..y_U
-    teacher: Tensor | None = None  # (A, U, D) the base's last hidden states that decide y_1..y_U, for distillation
-    teacher_valid: Tensor | None = None  # (A, U) bool, where the base has read y_1..y_{u-1} itself; None: everywhere
     copied: Tensor | None = None  # (A, U) bool, where the passage of a lookup begins with y_1..y_u, if it is copied
     copy_logits: Tensor | None = None  # (A,) logits that the draft is this passage
 
@@ -62,23 +60,6 @@ def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: in
     batch = torch.arange(len(labels), device=labels.device)[:, None, None]
     valid = (inside & loss_mask[batch, at + 1]).int().cumprod(-1).bool()
     return labels[batch, at], valid
-
-
-def deciding(
-    last_hidden: Tensor, input_ids: Tensor, labels: Tensor, anchors: Tensor, num_labels: int
-) -> tuple[Tensor, Tensor]:
-    """The base's last hidden states that decide the labels of each anchor (B, A): y_u given the text up to y_{u-1}.
-
-    Takes its last hidden states (B, S, D), the texts and its next tokens (B, S). Returns states (B, A, U, D), and
-    (B, A, U) bool, where the text continues with y_1..y_{u-1}: elsewhere the state belongs to another prefix.
-    """
-    at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u is decided at a + u - 1
-    inside = at < input_ids.shape[1]
-    at = at.clamp(max=input_ids.shape[1] - 1)
-    batch = torch.arange(len(last_hidden), device=last_hidden.device)[:, None, None]
-    is_label = labels[batch, (at - 1).clamp(min=0)] == input_ids[batch, at]  # (B, A, U): the token there is y_{u-1}
-    is_label[..., 0] = True  # the root is decided already
-    return last_hidden[batch, at], (is_label & inside).int().cumprod(-1).bool()
 
 
 def sample_columns(

@@ -16,18 +16,18 @@ NUM_STEPS = 2
 SMALL = {"num_anchors": 6}
 CTC = lossless.CTC | SMALL
 RECIPES = {
-    "ctc": (drafters.CTC, CTC | {"distillation": 0.5}),
+    "ctc": (drafters.CTC, CTC),
     "ctc, the paper's loss": (drafters.CTC, CTC | {"objective": "ctc", "causal": True}),
-    "ctc, bias and distillation": (
+    "ctc, bias": (
         drafters.CTC,
-        CTC | {"markov_rank": 3, "distillation": 0.5, "num_layers": 2, "hidden_layers": [0, -1]},
+        CTC | {"markov_rank": 3, "num_layers": 2, "hidden_layers": [0, -1]},
     ),
     "ctc, reads tokens": (drafters.CTC, CTC | {"tokens_in_context": True}),
     "ctc, copies": (drafters.CTC, CTC | {"lookup": True, "copy": True}),
     "block": (drafters.Block, {"num_frames": 4, "top_k": 5, **SMALL}),
-    "block, bias and distillation": (
+    "block, bias": (
         drafters.Block,
-        {"num_frames": 4, "markov_rank": 2, "markov_factors": "base", "distillation": 0.5, **SMALL},
+        {"num_frames": 4, "markov_rank": 2, "markov_factors": "base", **SMALL},
     ),
     "medusa": (drafters.Medusa, lossless.HEADS | SMALL),
     "hydra": (drafters.Hydra, lossless.HEADS | {"num_anchors": 0}),

@@ -109,7 +109,7 @@ class Case:
         def draw(*shape):
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.frames, self.head = draw(A, T, D), draw(V, D)
         self.labels, self.roots = (torch.randint(V, shape, generator=generator) for shape in ((A, U), (A,)))
         self.markov, self.leaves = None, [self.frames.requires_grad_()]
         if has_bias:
@@ -118,11 +118,11 @@ class Case:
                 weight.data = draw(*weight.shape)
             self.leaves += [*self.markov.parameters()]
 
-    def loss(self, valid=VALID, teacher=None, teacher_valid=None, copies=(), **options):
+    def loss(self, valid=VALID, copies=(), **options):
         previous, left, right = torch.cat([self.roots[:, None], self.labels], 1), None, None
         if self.markov is not None:
             left, right = self.markov.factors(previous)
-        anchored = AnchoredFrames(self.frames, self.labels, valid, left, teacher, teacher_valid, *copies)
+        anchored = AnchoredFrames(self.frames, self.labels, valid, left, *copies)
         return cross_entropy(anchored, self.head, right, LabelLossOptions(**options))
 
     def log_distributions(self):
@@ -160,17 +160,12 @@ def test_with_copies_a_label_has_its_probability_given_the_labels_before(has_bia
 
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V, 2**20], ids=["one", "some", "all"])
-@pytest.mark.parametrize("distillation", [0.0, 0.7])
-def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch, max_bytes, distillation):
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, monkeypatch, max_bytes):
     monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
     case = Case(has_bias)
-    settings = {"decay": 0.6, "distillation": distillation, "label_weight": 0.4}
-    settings |= {"teacher_temperature": 0.5} if distillation else {}
-    loss, _ = case.loss(teacher=case.teacher, **settings)
+    loss, _ = case.loss(decay=0.6)
     log_distributions = case.log_distributions()
     cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
-    base = (2 * case.teacher @ case.head.T).log_softmax(-1)
-    cost = 0.4 * cost + distillation * F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
     weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
     expected = (weights * cost).sum() / 4

@@ -249,10 +249,10 @@ WRONG = {
     "ctc": [
         *({"num_frames": 0, "num_labels": 0}, {"num_labels": 0}, {"num_layers": 0}, {"num_anchors": -1}, {"top_k": 0}),
         *({"num_nodes": -1}, {"markov_rank": -1}, {"decay": -0.5}, {"decay": float("nan")}),
-        *({"distillation": -1.0}, {"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
+        *({"min_probability": -0.1}, {"draws": -1}, {"draw_temperature": 0.0}),
         *({"hidden_layers": [-2]}, {"hidden_layers": [4]}, {"num_frames": 3}),
         *({"objective": "rnn"}, {"tree": "best_first"}, {"markov_factors": "head"}),
-        *({"teacher_temperature": -0.5}, {"num_columns": -1}, {"num_columns": 8, "distillation": 1.0}),
+        {"num_columns": -1},
     ],
     "ctc, llama layer": [{"num_layers": 2}, {"tokens_in_context": True}, {"hidden_layers": [0, -1]}],
     "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}],

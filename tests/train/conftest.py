@@ -237,7 +237,7 @@ def write_run(write_recipe):
     last["save_on_exception"] = True
 
     groups = {"trunk": {"num_frames": 6}, "draft": {"num_nodes": 8, "top_k": 4}}
-    groups["loss"] = {"num_labels": 4, "num_anchors": 16, "distillation": 0.5}
+    groups["loss"] = {"num_labels": 4, "num_anchors": 16}
     model = {"warmup_steps": 5, "schedule": "cosine", "drafter": {"class_path": "drafters.CTC", "init_args": groups}}
 
     def write(folder, every=4, keep=1, **trainer):

@@ -18,7 +18,7 @@ from train.module import DrafterTraining
 
 ALL_ANCHORS = {"num_anchors": 64}
 KINDS = {
-    "CTC": {"num_frames": 5, "num_labels": 3, "markov_rank": 4, "distillation": 0.5, **ALL_ANCHORS},
+    "CTC": {"num_frames": 5, "num_labels": 3, "markov_rank": 4, **ALL_ANCHORS},
     "Block": {"num_frames": 3, "markov_rank": 4, **ALL_ANCHORS},
     "Medusa": {"num_heads": 3, **ALL_ANCHORS},
     "Hydra": {"num_heads": 3, "prefix_attention": True, **ALL_ANCHORS},

@@ -11,7 +11,6 @@ from drafters.ctc.loss import (
     CTCOutput,
     ctc_loss,
     emit,
-    next_token_probs,
     run_recursion,
 )
 from drafters.ctc.reference import plain_loss
@@ -37,7 +36,7 @@ class Case:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         self.literal_texts = literal_texts
-        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.frames, self.head = draw(A, T, D), draw(V, D)
         self.blank_row, self.blank_bias = draw(D), draw(()) - 1
         self.markov = None
         self.leaves = [self.frames, self.blank_row, self.blank_bias]
@@ -49,27 +48,23 @@ class Case:
         for leaf in self.leaves:
             leaf.requires_grad_()
 
-    def anchored(self, labels=LABELS, roots=ROOTS, valid=None, frames=None, teacher=None, teacher_valid=None):
+    def anchored(self, labels=LABELS, roots=ROOTS, valid=None, frames=None):
         left = None
         if self.markov is not None:
             left, _ = self.markov.factors(torch.cat([roots[:, None], labels], 1))
         frames = self.frames[: len(labels)] if frames is None else frames
         valid = VALID[: len(labels)] if valid is None else valid
-        return AnchoredFrames(frames, labels, valid, left, teacher, teacher_valid)
+        return AnchoredFrames(frames, labels, valid, left)
 
     @property
     def output(self):
         return CTCOutput(self.blank_row, self.blank_bias, None if self.markov is None else self.markov.right)
 
     def loss(self, anchored=None, **options):
-        anchored = anchored or self.anchored(teacher=self.teacher if options.get("distillation") else None)
-        options = CTCLossOptions(**options)
-        return ctc_loss(anchored, self.head, self.output, options)
+        return ctc_loss(anchored or self.anchored(), self.head, self.output, CTCLossOptions(**options))
 
     def states(self, anchored):
-        emissions = emit(anchored, self.head, self.output)
-        columns = emissions.enter, emissions.stay, emissions.blank
-        return emissions, run_recursion(*columns, anchored.labels)
+        return run_recursion(*emit(anchored, self.head, self.output), anchored.labels)
 
     def probs(self, anchor, num_frames=T):
         """(T, V, V + 1) distributions of each frame after each last emitted label."""
@@ -81,17 +76,7 @@ class Case:
     def texts(self, anchor):
         return self.literal_texts(self.probs(anchor), int(ROOTS[anchor]))
 
-    def continuation(self, texts, before):
-        return torch.stack([texts.begins([*before, v]) for v in range(V)]) / texts.begins(before)
-
-    def written_out(
-        self,
-        objective="prefix",
-        decay=0.9,
-        label_weight=1.0,
-        distillation=0.0,
-        teacher_temperature=1.0,
-    ):
+    def written_out(self, objective="prefix", decay=0.9):
         total = 0.0
         for anchor in range(A):
             label, texts = LABELS[anchor, : LENGTHS[anchor]].tolist(), self.texts(anchor)
@@ -104,24 +89,8 @@ class Case:
                 loss = loss - sum(w * p.log() for w, p in zip(factor, prefix, strict=True))
             elif label and (whole := texts.whole(label)) > 0:
                 loss = loss - whole.log() / len(label)
-            loss = label_weight * loss
-            if distillation:
-                base = base_probs(self.teacher[anchor] @ self.head.T, teacher_temperature)
-                for u, w in enumerate(factor):
-                    q = self.continuation(texts, label[:u])
-                    loss = loss + distillation * w * literal_kl(base[u], q)
             total = total + loss
         return total / (LENGTHS > 0).sum()
-
-
-def base_probs(scores, temperature):
-    if temperature == 0:
-        return F.one_hot(scores.argmax(-1), V).double()
-    return (scores / temperature).softmax(-1)
-
-
-def literal_kl(base, draft):
-    return sum(p * (p.log() - (q.log() if q > 0 else -60)) for p, q in zip(base, draft, strict=True) if p > 0)
 
 
 @pytest.fixture(params=[False, True], ids=["frame distributions", "Markov bias"])
@@ -170,7 +139,7 @@ OUT_OF_REACH = [[1, 1, 1, 1], [0, 1, 2, 2, 1], [0, 1, 2, 0, 1, 2]]  # of five fr
 def test_probabilities_and_gradients_are_sums_over_the_alignments(case, label):
     """And those of labels that no alignment reaches are impossible, with finite gradients."""
     anchors = torch.tensor([label]), ROOTS[:1], torch.ones(1, len(label)).bool()
-    _, states = case.states(case.anchored(*anchors))
+    states = case.states(case.anchored(*anchors))
     texts, prefixes = case.texts(0), [label[:length] for length in range(len(label) + 1)]
     expected = torch.stack([*map(texts.whole, prefixes), *map(texts.begins, prefixes[1:])])
     log_probs = torch.cat([states.exact[0], states.prefix[0]])
@@ -182,7 +151,7 @@ def test_probabilities_and_gradients_are_sums_over_the_alignments(case, label):
     got = torch.autograd.grad((upstream * log_probs)[possible].sum(), case.leaves)
     wanted = torch.autograd.grad((upstream[possible] * expected[possible].log()).sum(), case.leaves)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
-    _, states = case.states(case.anchored(*anchors))  # a backward pass can run only once
+    states = case.states(case.anchored(*anchors))  # a backward pass can run only once
     every = torch.autograd.grad(states.exact.sum() + states.prefix.sum(), case.leaves, allow_unused=True)
     assert all(gradient.isfinite().all() for gradient in every)
 
@@ -217,20 +186,6 @@ def test_exact_probabilities_equal_the_ctc_loss_of_torch_for_a_batch_with_repeat
         torch.testing.assert_close(through_softmax, torch_gradient, rtol=0, atol=1e-10)
 
 
-@torch.no_grad()
-def test_the_next_token_distribution_is_that_of_all_alignments(case):
-    """And what it lacks to one is the probability that the draft stops."""
-    anchored = case.anchored(frames=case.frames.clone())
-    q = next_token_probs(*case.states(anchored), LABELS)
-    for anchor, label in enumerate(LABELS.tolist()):
-        texts = case.texts(anchor)
-        for u in range(U):
-            reach, stop = texts.begins(label[:u]), texts.whole(label[:u])
-            expected = torch.stack([texts.begins([*label[:u], token]) for token in range(V)]) / reach
-            torch.testing.assert_close(q[anchor, u], expected, rtol=0, atol=1e-13)
-            torch.testing.assert_close(q[anchor, u].sum(), 1 - stop / reach, rtol=0, atol=1e-13)
-
-
 # ---- the losses
 
 
@@ -242,32 +197,9 @@ def assert_literal(case, settings):
 
 
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V], ids=["one", "some"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"objective": "ctc"},
-        {"objective": "prefix", "decay": 0.6},
-        {"distillation": 0.5},
-        {"distillation": 2.0, "objective": "ctc"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"objective": "ctc"}, {"objective": "prefix", "decay": 0.6}], ids=str)
 def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, monkeypatch, max_bytes):
     monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
-    assert_literal(case, settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"distillation": 0.5, "teacher_temperature": 0.5, "label_weight": 0.3},
-        {"distillation": 1.0, "label_weight": 0.0},
-        {"distillation": 1.5, "teacher_temperature": 0.0, "label_weight": 0.2},
-        {"objective": "ctc", "distillation": 1.0},
-    ],
-    ids=str,
-)
-def test_all_anchors_at_once_give_the_literal_sum_with_distillation(case, settings):
     assert_literal(case, settings)
 
 
@@ -288,30 +220,19 @@ def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(c
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_a_loss_never_holds_the_logits_of_more_than_a_chunk(monkeypatch, objective):
-    """Eight anchors of 2,000 tokens; 600 KB hold the vectors of two anchors, with those that distillation compares."""
+    """Eight anchors of 2,000 tokens; 600 KB hold the vectors of two anchors."""
     num_tokens, generator, held = 2000, torch.Generator().manual_seed(0), []
-    frames, teacher, head, row = (
-        torch.randn(*shape, D, generator=generator).requires_grad_() for shape in ((8, T), (8, U), (num_tokens,), ())
+    frames, head, row = (
+        torch.randn(*shape, D, generator=generator).requires_grad_() for shape in ((8, T), (num_tokens,), ())
     )
     plain = gathered_logits.logits
     monkeypatch.setattr(gathered_logits, "logits", lambda x, head: held.append(x.shape[:-1]) or plain(x, head))
     labels = torch.randint(num_tokens, (8, U), generator=generator)
-    anchored = AnchoredFrames(frames, labels, torch.ones(8, U, dtype=torch.bool), teacher=teacher.detach())
-    options = CTCLossOptions(objective=objective, distillation=1.0)
+    anchored = AnchoredFrames(frames, labels, torch.ones(8, U, dtype=torch.bool))
+    options = CTCLossOptions(objective=objective)
     monkeypatch.setattr(chunks, "MAX_BYTES", 600_000)
     ctc_loss(anchored, head, CTCOutput(row, torch.zeros(())), options)
-    assert held == [(2, T), (2, U)] * 4
-
-
-def test_positions_without_a_teacher_are_not_distilled(case):
-    taught = torch.zeros_like(VALID)
-    taught[:, 0] = True
-    none, first, every = (
-        case.loss(case.anchored(teacher=case.teacher, teacher_valid=mask), distillation=1.0)[0].item()
-        for mask in (taught & False, taught, None)
-    )
-    assert none == pytest.approx(case.loss()[0].item(), abs=1e-12)
-    assert none < first < every
+    assert held == [(2, T)] * 4
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
@@ -328,16 +249,6 @@ def test_labels_without_an_alignment_add_nothing(case, objective):
     else:
         expected, _ = case.loss(case.anchored(*anchors, two_valid, case.frames[:2, :3]), objective=objective)
         torch.testing.assert_close(loss, expected)
-
-
-def test_a_token_that_the_frames_cannot_emit_has_a_finite_divergence(case):
-    """In four frames 1 1 can be followed by 0 but not by a third 1, to which the base gives some probability."""
-    anchors = torch.tensor([[1, 1, 0]]), torch.tensor([0]), torch.ones(1, 3, dtype=torch.bool), case.frames[:1, :4]
-    anchored = case.anchored(*anchors, teacher=case.teacher[:1])
-    plain, _ = case.loss(anchored)
-    loss, _ = case.loss(anchored, distillation=1.0)
-    assert plain < loss < plain + 60
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, case.leaves))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -59,13 +59,3 @@ def test_labels_end_where_the_text_ends():
     targets, valid = anchors.following(torch.arange(6)[None], spoken, torch.tensor([[1, 3, 4, 5]]), num_labels=4)
     assert valid.sum(-1).tolist() == [[4, 2, 1, 0]]
     assert targets[valid].tolist() == [1, 2, 3, 4, 3, 4, 4]
-
-
-def test_the_state_that_predicts_a_label_is_valid_while_the_text_follows_the_labels():
-    """Labels are 6 7 9 after the anchor 5 but the text continues 6 7 8, so the state that predicts y_4 is not valid."""
-    ids = torch.tensor([[1, 5, 6, 7, 8, 9]])
-    labels = torch.tensor([[5, 6, 7, 9, 9, 2]])  # the base's next token after position p
-    last = torch.arange(6.0)[None, :, None]
-    states, read = anchors.deciding(last, ids, labels, torch.tensor([[1, 4]]), num_labels=4)
-    assert states[0, 0, :, 0].tolist() == [1, 2, 3, 4]  # y_1 is predicted at the anchor itself
-    assert read[0].tolist() == [[True, True, True, False], [True, True, False, False]]

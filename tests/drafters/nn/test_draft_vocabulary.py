@@ -200,11 +200,9 @@ def loss_of(drafter, batch, weights):
 
 
 @pytest.mark.parametrize("kind", [CTC, Block])
-@pytest.mark.parametrize("distillation", [0.0, 0.5])
-def test_where_all_tokens_can_be_drafted_the_loss_is_that_of_a_base_of_these_tokens(weights, kind, distillation):
-    """And so the base's distribution is restricted to them."""
-    drafter = make(kind, distillation=distillation)
-    small = make(kind, BaseShape(vocab_size=5, **SIZES), draft_vocab_size=None, distillation=distillation)
+def test_where_all_tokens_can_be_drafted_the_loss_is_that_of_a_base_of_these_tokens(weights, kind):
+    drafter = make(kind)
+    small = make(kind, BaseShape(vocab_size=5, **SIZES), draft_vocab_size=None)
     state = {name: weight for name, weight in drafter.state_dict().items() if name != "draft_tokens"}
     small.load_state_dict(state | {"markov.left": state["markov.left"][DRAFTED]})
     few = BaseWeights(weights.embedding[DRAFTED], weights.head[DRAFTED])
@@ -215,7 +213,7 @@ def test_where_all_tokens_can_be_drafted_the_loss_is_that_of_a_base_of_these_tok
 @pytest.mark.parametrize("kind", [CTC, Block, EAGLE3])
 def test_a_label_that_cannot_be_drafted_ends_the_labels_as_the_end_of_the_turn_does(weights, kind):
     arguments = {"num_unroll": 3, "own_head": True, "draft_vocab_size": 5, "hidden_layers": [-1]}
-    drafter = make(kind, distillation=0.5) if kind is not EAGLE3 else recipes.build(EAGLE3, SHAPE, arguments).double()
+    drafter = make(kind) if kind is not EAGLE3 else recipes.build(EAGLE3, SHAPE, arguments).double()
     drafter.draft_tokens.copy_(DRAFTED)
     batch = texts(DRAFTED)
     cut, ended = replace(batch, labels=batch.labels.clone()), replace(batch, loss_mask=batch.loss_mask.clone())

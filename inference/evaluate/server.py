@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -198,19 +198,19 @@ class Servers:
         The files get an event for each server, with what a reader must know of it, and one for each run.
         """
         done, num_new = {(run.benchmark, run.name) for run in self._runs(files)}, 0
+        missing: dict[str, list[ServedRun]] = {}
+        for drafter in self.conditions.drafters:
+            runs = [ServedRun(name, drafter, level, 0.0) for level in self.levels for name in self.prompts]
+            missing[drafter] = [run for run in runs if (run.benchmark, run.name) not in done]
+        launches = {name: self._launch(name) for name in missing if missing[name]}  # all, before the first starts
         sizes = {name: len(self.prompts[name].questions) for name in self.prompts}
+        total = len(missing) * len(self.levels) * sum(sizes.values())
+        num_left = sum(sizes[run.benchmark] for runs in missing.values() for run in runs)
         with progress_bars() as bars, TemporaryDirectory() as scratch:
-            total = len(self.conditions.drafters) * len(self.levels) * sum(sizes.values())
-            task = bars.add_task(", ".join(self.prompts), total=total)
-            missing: dict[str, list[ServedRun]] = {}
-            for drafter in self.conditions.drafters:
-                runs = [ServedRun(name, drafter, level, 0.0) for level in self.levels for name in self.prompts]
-                missing[drafter] = [run for run in runs if (run.benchmark, run.name) not in done]
-                bars.advance(task, sum(sizes[run.benchmark] for run in runs if run not in missing[drafter]))
-            launches = {name: self._launch(name) for name in missing if missing[name]}  # all, before the first starts
-            for place, drafter in enumerate(missing):
+            task = bars.add_task(", ".join(self.prompts), total=total, completed=total - num_left)
+            for place, (drafter, runs) in enumerate(missing.items()):
                 log = (files.folder or Path(scratch)) / "logs" / f"{place}.log"
-                for server, group in self._servers(drafter, missing[drafter], launches.get(drafter), log):
+                for server, group in self._servers(drafter, runs, launches.get(drafter), log):
                     first = self.prompts[group[0].benchmark]
                     server.probe(first.questions[0], first.prompts[0])
                     note = f"{drafter} sends no token ids: they are encoded again from its texts, so that an equal "
@@ -235,15 +235,11 @@ class Servers:
         for benchmark, selected in self.prompts.items():
             ids = [question.question_id for question in selected.questions]
             summaries[benchmark], answers[benchmark] = {}, {}
-            for drafter in conditions.drafters:
-                for level in self.levels:
-                    run, base_run = (runs[benchmark, name, level] for name in (drafter, baseline))
-                    given, base = (
-                        [files.answers(benchmark, name)[0, number] for number in ids]
-                        for name in (run.name, base_run.name)
-                    )
-                    summaries[benchmark][run.name] = summarise(run, given, base_run, base)
-                    answers[benchmark][run.name] = given
+            for drafter, level in product(conditions.drafters, self.levels):  # the baseline's answers come first
+                run, base_run = (runs[benchmark, name, level] for name in (drafter, baseline))
+                given = [files.answers(benchmark, run.name)[0, number] for number in ids]
+                answers[benchmark][run.name] = given
+                summaries[benchmark][run.name] = summarise(run, given, base_run, answers[benchmark][base_run.name])
             few = answers[benchmark][f"{baseline} @ {self.levels[0]}"]
             for level in self.levels[1:]:
                 pairs = figures.pair_answers(answers[benchmark][f"{baseline} @ {level}"], few)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -60,10 +60,9 @@ def regenerate(
         for conversation in conversations
         for number in range(answers.num_answers)
     ]
-    settings = {  # everything that determines the answers
+    settings |= {  # now everything that determines the answers
         "format": 2,
         "conversations": short_hash(json.dumps([[text.id, text.messages] for text in conversations])),
-        **settings,
         "turns": answers.turns,
         "max_new_tokens": answers.max_new_tokens,
         "max_length": answerer.max_length,
@@ -125,15 +124,11 @@ class RecordedAnswers:
         for turn, replies in journal.entries(lambda entry: (entry[0], [(i, answerer.read(r)) for i, r in entry[1]])):
             self._replies |= {(turn, index): reply for index, reply in replies}
 
-    def missing(self, turn: int, indices: Iterable[int]) -> list[int]:
-        """Return the conversations whose replies in a turn are not recorded."""
-        return [index for index in indices if (turn, index) not in self._replies]
-
     def answer(
         self, turn: int, requests: Mapping[int, Request], advance: Callable[[int], None] = lambda num_tokens: None
     ) -> dict[int, Any]:
         """Return the reply to each request of a batch, and call ``advance`` with each number of new tokens."""
-        if new := self.missing(turn, requests):
+        if new := [index for index in requests if (turn, index) not in self._replies]:
             replies = list(zip(new, self.answerer.answer([requests[index] for index in new], advance), strict=True))
             self.journal.append([turn, replies])
             self._replies |= {(turn, index): reply for index, reply in replies}
@@ -170,9 +165,8 @@ def answer_all(
                     limit = min(options.max_new_tokens, answerer.max_length - len(prompt))
                     seed = derived_seed(sampling.seed, *divmod(index, options.num_answers), turn) % NUM_SEEDS
                     requests[index] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
-            batches = list(batches_of(requests, options.batch_size, max_tokens))
             num_left = sum(dialogue.num_remaining for dialogue in dialogues) * options.max_new_tokens
-            for batch in batches:
+            for batch in batches_of(requests, options.batch_size, max_tokens):
                 task.total = task.completed + num_left
                 num_left -= len(batch) * options.max_new_tokens
                 for index, reply in recorded.answer(turn, batch, advance).items():

@@ -112,12 +112,11 @@ def differing_conditions(before: EvaluationResults, after: EvaluationResults) ->
 
     Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
     """
-    old, new, lines = before.conditions, after.conditions, list[str]()
+    old, new = before.conditions, after.conditions
+    is_other = old.base != new.base
     if old.base_fingerprint and new.base_fingerprint:
-        if old.base_fingerprint != new.base_fingerprint:
-            lines.append(f"base: {old.base} and {new.base}" + ", whose files differ" * (old.base == new.base))
-    elif old.base != new.base:
-        lines.append(f"base: {old.base} and {new.base}")
+        is_other = old.base_fingerprint != new.base_fingerprint
+    lines = [f"base: {old.base} and {new.base}" + ", whose files differ" * (old.base == new.base)] if is_other else []
     pairs: dict[str, Any] = {name: (value, new.same()[name]) for name, value in old.same().items()}
     shared = (name for name in before.summaries if name in after.summaries)
     pairs |= {f"length cap of {name}": (old.caps.get(name), new.caps.get(name)) for name in shared}

@@ -12,7 +12,7 @@ from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from drafters.tree import common_prefix
 from inference.evaluate import plots, tables
-from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.answers import Answer, Turn, turns_of
 from inference.evaluate.conditions import describe
 from inference.evaluate.figures import acceptance_length
 from inference.evaluate.results import EvaluationResults
@@ -70,8 +70,7 @@ def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> De
             raise
         return None
     first_answers = [answers[0] for by_drafter in results.answers.values() for answers in by_drafter.values()]
-    turns = [turn for answer in first_answers for turn in answer.turns]
-    fits = all(decode_answer(turn.token_ids, reader).strip() == turn.text for turn in turns)
+    fits = all(decode_answer(turn.token_ids, reader).strip() == turn.text for turn in turns_of(first_answers))
     decode: Any = reader.decode
     return decode if fits else None
 

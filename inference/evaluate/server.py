@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -116,9 +117,7 @@ class Server:
             with self._encoding:
                 return encode_question(self.base, question, messages, self.template)
 
-        def write(messages: list[Message], prompt: list[int]) -> Turn:
-            return self.complete(question, messages, prompt, max_new_tokens)
-
+        write = partial(self.complete, question, max_new_tokens=max_new_tokens)
         turns = answer_turns(question, encode, self.context_length, write)
         return Answer(question.question_id, question.category, name, turns)
 

@@ -16,7 +16,7 @@ from data.templates import decode_answer
 from drafters.tree import common_prefix
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
-from inference.options import ModelOptions, SamplingOptions
+from inference.options import GREEDY, ModelOptions, SamplingOptions
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
@@ -77,12 +77,12 @@ class Chat:
         template: str = "tokenizer",
         system: str = "",
         max_new_tokens: int = 512,
-        sampling: SamplingOptions | None = None,
+        sampling: SamplingOptions = GREEDY,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[Message] = []
         self._runner = make_runner(base)
-        self.sampling = sampling or SamplingOptions()
+        self.sampling = sampling
         self._execute("max", str(max_new_tokens))
         self._execute("drafter", drafter)
 

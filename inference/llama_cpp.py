@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 
-def server_line(base: str | None, drafter: str, num_tokens: int | None = None, port: int = 8000) -> str:
+def server_line(base: str | None, drafter: str, num_tokens: int | None, port: int) -> str:
     """The line for a shell; see `inference.commands.serve_command`.
 
     Raises ValueError if the drafter is not in llama.cpp's format, or was trained for another base.

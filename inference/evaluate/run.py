@@ -26,8 +26,8 @@ def evaluate(
     selection: QuestionOptions,
     sampling: SamplingOptions,
     options: EvaluationOptions,
-    out: str | None = None,
-    overwrite: bool = False,
+    out: str | None,
+    overwrite: bool,
 ) -> None:
     """Run `drafters eval`, see `inference.commands.evaluate`."""
     check(options, sampling)

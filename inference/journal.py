@@ -34,7 +34,7 @@ class Journal:
         self._is_kept = True
         recorded = next((self._parsed(1, line) for line in self._lines()), None) if settings is not None else None
         self._is_kept = recorded in (None, self.settings)
-        if settings is not None and not (self._is_kept or is_replaced):
+        if not (self._is_kept or is_replaced):
             raise ValueError(
                 f"{path} was started with {_differences(recorded, self.settings)}: repeat that command to continue "
                 "it, pass --overwrite to start over, or choose another --out"

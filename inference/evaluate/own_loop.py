@@ -131,9 +131,8 @@ class OwnLoop:
     ) -> Iterator[tuple[str, Answer | None]]:
         """The benchmark of each question and drafter with its answer, or None if the files hold that already."""
         for benchmark in benchmarks:
-            keys = ((question.question_id, name) for name in sessions for question in self.questions[benchmark])
-            answers = {key: files.answers(benchmark, key[1]).get((repeat, key[0])) for key in keys}
-            done = {key: answer for key, answer in answers.items() if answer}
+            answers = (answer for name in sessions for answer in files.answers(benchmark, name).values())
+            done = {(answer.question_id, answer.drafter): answer for answer in answers if answer.repeat == repeat}
             yield from [(benchmark, None)] * len(done)
             options = self.conditions.template, self.conditions.caps[benchmark], done, repeat
             for answer in answer_questions(sessions, self.questions[benchmark], *options):
@@ -189,9 +188,8 @@ class OwnLoop:
                 f"{len(rounds[self.drafters[0]])} repeats: {', '.join(imprecise)}"
             )
         for name, repeats in rounds.items():
-            first, *others = ([comparable(answer) for answer in answers] for answers in repeats)
-            pairs = [zip(repeats[0], first, again, strict=True) for again in others]
-            ids = sorted({answer.question_id for pair in pairs for answer, one, other in pair if one != other})
+            pairs = [pair for again in repeats[1:] for pair in zip(repeats[0], again, strict=True)]
+            ids = sorted({answer.question_id for answer, other in pairs if comparable(answer) != comparable(other)})
             if ids:
                 lines.append(
                     f"{name} decodes {len(ids)} questions of {benchmark} differently in different repeats, "

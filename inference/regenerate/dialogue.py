@@ -104,9 +104,8 @@ class Dialogue:
         end = len(mask) - mask[::-1].index(1)
         start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
         answer = row[start:end]
-        num_without_eos = len(answer) - (
-            answer[-1] in end_tokens(self.tokenizer, resolve_template(self.template, self.tokenizer))
-        )
+        ends = end_tokens(self.tokenizer, resolve_template(self.template, self.tokenizer))
+        num_without_eos = len(answer) - (answer[-1] in ends)
         # Some servers count the EOS token, others do not.
         counts.num_round_trip += num_written in (num_without_eos, num_without_eos + 1)
         if is_cut:

@@ -134,7 +134,6 @@ class Chat:
                 raise ValueError(f"there is no command /{command}: /help lists them all")
 
     def _build(self, spec: str) -> ChatSession:
-        """Build a session with a drafter."""
         session = ChatSession(self._runner, drafter_specs.make(spec, self._runner), chat_sampler(self.sampling))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):

@@ -1,7 +1,6 @@
 """The results of an evaluation: its conditions, figures and answers, written to a folder and read back."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,6 +60,6 @@ def read_all(folders: Sequence[str]) -> list[EvaluationResults]:
     paths = [Path(folder).resolve() for folder in folders]
     if twice := [folder for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"{twice[0]} is named twice: name each folder once")
-    names = Counter(path.name for path in paths)
-    pairs = zip(folders, paths, strict=True)
-    return [read(folder, path.name if names[path.name] == 1 else str(folder)) for folder, path in pairs]
+    names = [path.name for path in paths]
+    pairs = zip(folders, names, strict=True)
+    return [read(folder, name if names.count(name) == 1 else folder) for folder, name in pairs]

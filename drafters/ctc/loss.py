@@ -141,16 +141,15 @@ def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
 
 
 class States(NamedTuple):
-    """Log-probabilities of the states of an alignment, time first; at most `IMPOSSIBLE` / 2 where none is reached."""
+    """Log-probabilities that the losses read; at most `IMPOSSIBLE` / 2 where no alignment contributes."""
 
     entered: Tensor  # (T, A, U) log enter_t of y_1..y_u, t = 1..T
-    blank_end: Tensor  # (T + 1, A, U + 1) log b_t of y_1..y_u, u = 0..U, t = 0..T
-    label_end: Tensor  # (T + 1, A, U + 1) log n_t
+    ends: Tensor  # (2, A, U + 1) log b_T and log n_T of y_1..y_u, u = 0..U
 
     @property
     def exact(self) -> Tensor:
         """(A, U + 1): log P(the text is y_1..y_u) for u = 0..U."""
-        return torch.logaddexp(self.blank_end[-1], self.label_end[-1])
+        return torch.logaddexp(*self.ends)
 
     @property
     def prefix(self) -> Tensor:
@@ -160,9 +159,10 @@ class States(NamedTuple):
 
 def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) -> States:
     """The recursion of `drafters.ctc.reference` in log space, from the `Emissions` for labels (A, U)."""
-    barred = enter.new_zeros(labels.shape)  # from entering behind the same label: log (c != l)
-    barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
-    blank = blank.expand(-1, -1, labels.shape[1] + 1)
+    num_anchors, num_labels = labels.shape
+    barred = enter.new_zeros(2, num_anchors, num_labels + 1)  # log (c != l) of the moves to a blank and to a label c
+    barred[1, :, 1:-1].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
+    blank = blank.expand(-1, -1, num_labels + 1)
     return States(*_Recursion.apply(*(x.transpose(0, 1) for x in (enter, stay, blank)), barred))
 
 
@@ -185,9 +185,8 @@ class _Recursion(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, enter: Tensor, stay: Tensor, blank: Tensor, barred: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, enter: Tensor, stay: Tensor, blank: Tensor, barred: Tensor) -> tuple[Tensor, Tensor]:
         moves = torch.stack([blank, F.pad(enter, (0, 1), value=IMPOSSIBLE)], 1)  # (T, 2, A, U + 1)
-        barred = torch.stack([torch.zeros_like(moves[0, 0]), F.pad(barred, (0, 1))])  # (2, A, U + 1)
         # Of each text: b_t, enter_t of its next label, and n_t, which the empty text (column 0) never reaches.
         states = enter.new_full((len(enter) + 1, 3, *moves.shape[2:]), IMPOSSIBLE)
         states[0, 0, :, 0] = 0.0
@@ -198,13 +197,11 @@ class _Recursion(torch.autograd.Function):
             torch.logaddexp(stays + before[2, :, 1:], after[1, :, :-1], out=after[2, :, 1:])
         ctx.save_for_backward(stay, barred, states, sources)
         ctx.set_materialize_grads(False)
-        return states[1:, 1, :, :-1], states[:, 0], states[:, 2]
+        return states[1:, 1, :, :-1], states[-1, ::2]
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx, d_entered: Tensor | None, d_blank_end: Tensor | None, d_label_end: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx, d_entered: Tensor | None, d_ends: Tensor | None) -> tuple[Tensor | None, ...]:
         stay, barred, states, sources = ctx.saved_tensors
         blank_end, label_end, after = states[:-1, 0], states[:-1, 2], states[1:, 2, :, 1:]
         enter_share = _ratio(states[1:, 1, :, :-1], after)
@@ -213,10 +210,10 @@ class _Recursion(torch.autograd.Function):
         begins = torch.stack([blank_end[:, None].expand_as(passing), passing], 2)
         begin_shares = _ratio(begins, sources[:, :, None])  # (T, 2, 2, A, U + 1): of b_t and n_t in each move's source
         d_stay, d_states = torch.empty_like(stay), torch.zeros_like(states)
-        upstream = (d_states[1:, 1, :, :-1], d_entered), (d_states[:, 0], d_blank_end), (d_states[:, 2], d_label_end)
-        for d_state, gradient in upstream:
-            if gradient is not None:
-                d_state.copy_(gradient)
+        if d_entered is not None:
+            d_states[1:, 1, :, :-1].copy_(d_entered)
+        if d_ends is not None:
+            d_states[-1, ::2].copy_(d_ends)
         for t in reversed(range(len(stay))):
             d_before, d_after = d_states[t], d_states[t + 1]
             d_labels = d_after[2, :, 1:]

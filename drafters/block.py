@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from drafters.checks import check_at_least
-from drafters.losses import gathered_logits, label_loss
-from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.label_loss import LabelLossOptions
+from drafters.losses import gathered_logits
+from drafters.losses.anchors import AnchoredFrames, LabelLossOptions, by_depth, mean_over_anchors
+from drafters.losses.chunks import anchors_per_chunk
 from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
 from drafters.registry import register
@@ -93,12 +93,12 @@ def cross_entropy(
         log_sum = gathered_logits.log_sum(exponentials, largest)
         prefix = x.with_copies((picked - log_sum)[..., 0].cumsum(-1))  # (A, U)
         log_probs = prefix.diff(prepend=torch.zeros_like(prefix[:, :1]))
-        weight = label_loss.by_depth(x.valid, options.decay, log_probs.dtype)
+        weight = by_depth(x.valid, options.decay, log_probs.dtype)
         return -(weight * log_probs).sum(), torch.where(x.valid, prefix.exp(), 0.0).sum()
 
     left = None if anchored.left is None else anchored.left[:, :num_labels]
     anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
     # Vectors over the vocabulary that a chunk holds of each label: the logits and the bias.
-    num_vectors = num_labels * (1 + (right is not None))
-    loss, acceptance = label_loss.mean_over_anchors(sums, anchored, [right], num_vectors, len(head), divisor)
+    size = anchors_per_chunk(num_labels * (1 + (right is not None)), len(head), head.device)
+    loss, acceptance = mean_over_anchors(sums, anchored, [right], size, divisor)
     return loss, {"expected_acceptance": acceptance}

@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers, spread_layers
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
-from drafters.losses.anchors import AnchoredFrames, sample_columns
-from drafters.losses.label_loss import LabelLossOptions
+from drafters.losses.anchors import AnchoredFrames, LabelLossOptions, sample_columns
 from drafters.nn.anchor_attention import AnchorMask, CacheMask, Mask
 from drafters.nn.draft_cache import CachingDrafter, Context, Root
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted

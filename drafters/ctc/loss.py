@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least, check_choices
-from drafters.losses import gathered_logits, label_loss
-from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames
-from drafters.losses.label_loss import LabelLossOptions
+from drafters.losses import gathered_logits
+from drafters.losses.anchors import IMPOSSIBLE, AnchoredFrames, LabelLossOptions, by_depth, mean_over_anchors
+from drafters.losses.chunks import anchors_per_chunk
 from drafters.protocol import at_least_one
 
 FRAME_CALLS, OTHER_CALLS = 10, 180
@@ -79,7 +79,7 @@ def ctc_loss(
         counts = x.valid & is_possible(prefix)  # (A, U)
         acceptance = torch.where(counts, prefix.exp(), 0.0).sum()  # sum_u P(begins with y_1..y_u)
         prefix = torch.where(counts, prefix, 0.0)
-        weight = label_loss.by_depth(counts, options.decay, prefix.dtype)  # 0 where no alignment reaches the label
+        weight = by_depth(counts, options.decay, prefix.dtype)  # 0 where no alignment reaches the label
         loss = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
         return loss, torch.stack([blank_share, acceptance])
@@ -87,8 +87,8 @@ def ctc_loss(
     # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token.
     num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
     num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
-    num_calls = OTHER_CALLS + num_frames * FRAME_CALLS
-    loss, numbers = label_loss.mean_over_anchors(sums, anchored, output, num_vectors, len(head), divisor, num_calls)
+    size = anchors_per_chunk(num_vectors, len(head), head.device, OTHER_CALLS + num_frames * FRAME_CALLS)
+    loss, numbers = mean_over_anchors(sums, anchored, output, size, divisor)
     return loss, dict(zip(("blank_share", "expected_acceptance"), numbers, strict=True))
 
 

@@ -1,14 +1,39 @@
-"""Anchors: the training positions that drafts start from, their labels, and the tokens these are compared with."""
+"""Anchors: the training positions that drafts start from, their labels, and what the losses of the labels share."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drafters.checks import check_at_least
+from drafters.losses.chunks import chunked
+
 IMPOSSIBLE = -1e30
 """Log-probability of the impossible; finite, so that the difference of two of them is finite too."""
+
+
+@dataclass(frozen=True)
+class LabelLossOptions:
+    """How the labels after an anchor enter the loss.
+
+    Args:
+        decay: Weight of label u relative to label u - 1.
+        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
+        num_columns: Number of tokens that a training step compares: the labels, and a random sample of the others that
+            stands for all; null for the whole (draft) vocabulary.
+    """
+
+    decay: float = 0.9
+    num_anchors: int = 64
+    num_columns: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
+        check_at_least(1, num_columns=self.num_columns or 1)
 
 
 class AnchoredFrames(NamedTuple):
@@ -94,3 +119,25 @@ def sample_columns(
         kept = F.pad(columns, (0, 1), value=len(head)) if has_blank else columns
         left, right = torch.cat([left, torch.ones_like(left[..., :1])], -1), torch.cat([right[kept], offsets], -1)
     return x._replace(labels=places[x.labels], left=left), head[columns], right
+
+
+def by_depth(counts: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
+    """w_u = decay^(u-1) over the labels that count (A, U) bool, normalised to a sum of one: (A, U)."""
+    weights = counts * decay ** torch.arange(counts.shape[1], device=counts.device, dtype=dtype)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def mean_over_anchors(
+    sums: Callable[..., tuple[Tensor, Tensor]],
+    x: AnchoredFrames,
+    output: Sequence[Tensor | None],
+    size: int,
+    divisor: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The loss and the numbers that ``sums`` adds up (`chunked`), divided by the number of anchors with a label.
+
+    A chunk has at most ``size`` anchors. The ``divisor`` is that of `TrainingBatch`.
+    """
+    loss, numbers = chunked(sums, x, output, size)
+    num_anchors = divisor(x.valid[:, 0].sum())
+    return loss / num_anchors, numbers / num_anchors

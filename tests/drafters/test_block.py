@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from drafters import Block, Limits
 from drafters.block import cross_entropy
 from drafters.losses import chunks
-from drafters.losses.anchors import AnchoredFrames
-from drafters.losses.label_loss import LabelLossOptions
+from drafters.losses.anchors import AnchoredFrames, LabelLossOptions
 from drafters.nn.lookup import Passages
 from drafters.nn.markov import Markov
 from drafters.parallel import Roots

@@ -143,17 +143,13 @@ class AutoregressiveDrafter(CachingDrafter):
     # ---- drafting
 
     def cached(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, base_weights: BaseWeights) -> Context:
-        assert tokens is not None, "pairs have tokens"
-        return self._pairs(hidden, positions, tokens[:, 1:], base_weights)
+        """Keys and values of the pairs at positions (1, n), and the layer's inputs for them, two of (1, 1, n, ·).
 
-    def _pairs(self, hidden: Tensor, positions: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Context:
-        """Keys and values of pairs (1, n), and the layer's inputs for them, two of (1, 1, n, ·).
-
-        They join the base's hidden states (1, n, F * D) at positions (1, n) with the tokens after them (1, n). The
-        inputs are cached too, because after a rewind the last remaining pair is the one before a root again.
+        The inputs are cached too, because after a rewind the last remaining pair is the one before a root again.
         """
+        assert tokens is not None, "pairs have tokens"
         states = self.project_hidden(hidden.to(self.dtype))
-        residual, x = self.join_embedding(states, self.embed(tokens, base_weights))
+        residual, x = self.join_embedding(states, self.embed(tokens[:, 1:], base_weights))
         keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
         return [keys_values, (residual[:, None], x[:, None])]
 
@@ -164,7 +160,7 @@ class AutoregressiveDrafter(CachingDrafter):
         if root.first is not None:
             places = torch.arange(residuals.shape[-2], device=residuals.device)
             visible = (places >= root.first) & (places < root.position)
-        paths = Paths(self, base_weights, keys_values, root.position[0], visible, self.window)
+        paths = Paths(self, base_weights, keys_values, root.position[0], visible)
         return paths, paths.start(root.last(residuals)[:, 0], root.last(inputs)[:, 0])
 
     def drafted(self, context: Context, root: Root, base_weights: BaseWeights) -> Table:
@@ -192,11 +188,11 @@ class AutoregressiveDrafter(CachingDrafter):
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
     ) -> Callable[[Tensor], list[DraftTree]]:
         positions = torch.arange(len(hidden) - 1, device=hidden.device)
-        pairs = hidden[None, :-1], positions[None], input_ids[None, 1:]
-        context, (residuals, inputs) = self._pairs(*pairs, base_weights)
+        text = hidden[None, :-1], positions[None], input_ids[None]
+        context, (residuals, inputs) = self.cached(*text, base_weights)
 
         def draft(anchors: Tensor) -> list[DraftTree]:
-            paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None], self.window)
+            paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None])
             logits = paths.start(residuals[0, 0, anchors - 1][:, None], inputs[0, 0, anchors - 1][:, None])
             return self.trees_from(self._grow(logits, paths, limits).on_host(), limits)
 
@@ -217,8 +213,7 @@ class Paths:
     # and there is a single root.
     context: tuple[Tensor, ...]
     anchors: Tensor  # (A,) positions of the roots
-    visible: Tensor | None = None  # (A, S) bool, which pairs come before each root; all of them by default
-    window: int = 0  # number of pairs that a node attends to, its own included; 0 for all
+    visible: Tensor | None  # (A, S) bool, which pairs come before each root; None for all of them
 
     def __post_init__(self) -> None:
         anchors = self.anchors
@@ -274,17 +269,17 @@ class Paths:
 
         The query of pass n is n positions behind the last pair of the text, and its path has n pairs of its own.
         """
-        keys, values, visible = self.context_keys, self.context_values, self.visible
-        if not self.window:
+        keys, values, visible, window = self.context_keys, self.context_values, self.visible, self.module.window
+        if not window:
             return keys, values, visible
         if visible is None:
-            first = max(0, keys.shape[1] + self.num_passes - self.window)
+            first = max(0, keys.shape[1] + self.num_passes - window)
             return keys[:, first:], values[:, first:], None
-        first_visible = self.anchors + self.num_passes - self.window
+        first_visible = self.anchors + self.num_passes - window
         return keys, values, visible & (torch.arange(keys.shape[1], device=keys.device) >= first_visible[:, None])
 
 
-def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+def unroll_mask(num_positions: int, depth: int, window: int, device: torch.device) -> Tensor:
     """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
 
     At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path;

@@ -22,13 +22,6 @@ def check_at_most(maximum: int, **values: int) -> None:
             raise ValueError(f"{name} must be at most {maximum}, not {value}")
 
 
-def check_above_zero(**values: float) -> None:
-    """Raise ValueError if a value is zero, negative or not a number."""
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value}")
-
-
 def check_choices(options: object) -> None:
     """Raise ValueError if a field of a dataclass is annotated with a `Literal` and holds none of its values."""
     for name, hint in get_type_hints(type(options)).items():
@@ -37,10 +30,10 @@ def check_choices(options: object) -> None:
             raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, not {value!r}")
 
 
-def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Return base layers that are evenly spaced from 2 to L - 2, such as 2, 9, 16, 23 and 30 of 32."""
-    step = -(-(num_layers - 4) // (count - 1))
-    return tuple(min(2 + place * step, num_layers - 1 - count + place) for place in range(count))
+def spread_layers(num_layers: int) -> tuple[int, ...]:
+    """Return five base layers that are evenly spaced from 2 to L - 2, such as 2, 9, 16, 23 and 30 of 32."""
+    step = -(-(num_layers - 4) // 4)
+    return tuple(min(2 + place * step, num_layers - 6 + place) for place in range(5))
 
 
 def check_hidden_layers(layers: Sequence[int], base: BaseShape) -> None:

@@ -39,13 +39,6 @@ class Growth:
             self.parents.append(parent)
         return node
 
-    def path(self, tokens: Iterable[int]) -> int:
-        """The last node of a path from the root, of which new nodes are added."""
-        node = ROOT
-        for token in tokens:
-            node = self.child(node, token)
-        return node
-
 
 @dataclass(frozen=True)
 class ChildDistribution:
@@ -88,7 +81,9 @@ class DraftTree:
         """Merge token paths that all start below the root into one tree."""
         grown = Growth()
         for path in paths:
-            grown.path(path)
+            node = ROOT
+            for token in path:
+                node = grown.child(node, token)
         return cls(grown.tokens, grown.parents)
 
     def __len__(self) -> int:

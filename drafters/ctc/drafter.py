@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.checks import check_above_zero, check_at_least
+from drafters.checks import check_at_least
 from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
 from drafters.ctc.trees import TokenBias, draw, paper_trees
 from drafters.losses import gathered_logits
@@ -56,7 +56,8 @@ class CTCDraftOptions(ParallelDraftOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(0, draws=self.draws)
-        check_above_zero(draw_temperature=self.draw_temperature)
+        if not self.draw_temperature > 0:
+            raise ValueError(f"draw_temperature must be above 0, not {self.draw_temperature}")
 
 
 @register("ctc")

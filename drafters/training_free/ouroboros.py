@@ -66,7 +66,8 @@ class Ouroboros(DraftModel):
         draft = self.inner.write(seq, room, limits.eos).tokens if room > 0 else []
         self.draft_forwards = self.inner.forwards
         tree = Growth()
-        tree.path(draft)
+        for node, token in enumerate(draft):
+            tree.child(node - 1, token)
         self._draft, self._tokens = draft, tree.tokens
         self._candidates: list[tuple[Gram, list[int]]] = []  # phrases and their nodes, the newest first
         if self.lengthen and draft and draft[-1] not in limits.eos:

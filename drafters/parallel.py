@@ -184,9 +184,8 @@ class ParallelDrafter(CachingDrafter):
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None
         self.num_found = (1 + trunk.num_frames) * trunk.lookup
-        num_drafted = trunk.draft_vocab_size
+        num_drafted = add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
         self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, self.has_blank, num_drafted)
-        add_draft_tokens(self, num_drafted, base.vocab_size)
 
     # ---- from hidden states to frames
 

@@ -92,12 +92,11 @@ class EAGLE3(AutoregressiveDrafter):
         self.loss_options = loss
         self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
         self.vocab_size, size = base.vocab_size, base.hidden_size
-        add_draft_tokens(self, draft_vocab_size, base.vocab_size)
+        num_drafted = add_draft_tokens(self, draft_vocab_size, base.vocab_size)
         self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
-        num_drafted = min(draft_vocab_size or self.vocab_size, self.vocab_size)
         self.lm_head = nn.Linear(size, num_drafted, bias=False) if own_head else None
 
     @torch.no_grad()

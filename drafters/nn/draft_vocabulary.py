@@ -50,16 +50,18 @@ class DraftVocabulary:
         return torch.cat([whole, values[..., len(self) :]], -1)
 
 
-def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_size: int) -> None:
+def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_size: int) -> int:
     """Register the buffer ``draft_tokens`` of a drafter: (V',) token ids, or None if it can draft every token.
 
     A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others. A
-    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary, and so is one that is larger.
+    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary, and so is one that is larger. Returns how many tokens
+    can be drafted.
     """
     draft_vocab_size = min(draft_vocab_size or 0, vocab_size)
     check_at_least(0, draft_vocab_size=draft_vocab_size)
     drafter.register_buffer("draft_tokens", torch.arange(draft_vocab_size) if draft_vocab_size else None)
     drafter.register_load_state_dict_pre_hook(_check_draft_tokens)
+    return draft_vocab_size or vocab_size
 
 
 def _check_draft_tokens(drafter: Any, weights: dict[str, Tensor], prefix: str, *_: object) -> None:

@@ -88,18 +88,17 @@ class BaseMarkov(nn.Module):
 
 
 def markov_bias(
-    base: BaseShape, rank: int, factors: Literal["own", "base"], has_blank: bool, num_drafted: int | None = None
+    base: BaseShape, rank: int, factors: Literal["own", "base"], has_blank: bool, num_drafted: int
 ) -> Markov | BaseMarkov | None:
     """The bias that a recipe asks for; None for rank 0.
 
-    Any token may come before. Those that follow are the ``num_drafted`` of a draft vocabulary, or all if there is none.
+    Any token may come before. Those that follow are the ``num_drafted`` that can be drafted.
     """
     if not rank:
         return None
     if factors == "base":
         return BaseMarkov(base, rank, has_blank)
-    size = base.vocab_size
-    return Markov(size, rank, min(num_drafted or size, size) + has_blank)
+    return Markov(base.vocab_size, rank, num_drafted + has_blank)
 
 
 def _tables(left: Tensor, right: Tensor) -> Markov:

@@ -53,11 +53,10 @@ def draft_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
 def training_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
     """The options that training fixes, with their defaults, by their flat names."""
     options = groups(drafter_class)
-    parameters = signature(drafter_class).parameters
     values = {
         name: parameter.default
-        for name, parameter in parameters.items()
-        if name != "base" and name not in options and parameter.default is not Parameter.empty
+        for name, parameter in signature(drafter_class).parameters.items()
+        if name not in options and parameter.default is not Parameter.empty
     }
     for name, group in options.items():
         if name != DRAFT:

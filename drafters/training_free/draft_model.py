@@ -136,7 +136,7 @@ class SelfSpeculative(DraftModel):
 
     def begin(self, prompt: Sequence[int]) -> None:
         super().begin(prompt)
-        self._restart()
+        self.threshold, self._rate = self._initial_threshold, 0.0
 
     def observe(self, step: StepResult) -> None:
         drafted = step.tree.num_candidates
@@ -151,13 +151,6 @@ class SelfSpeculative(DraftModel):
         else:
             target = self.threshold - (STEP if drafted < self.num_draft else 0.0)
         self.threshold = THRESHOLD_DECAY * self.threshold + (1 - THRESHOLD_DECAY) * target
-
-    def reset(self) -> None:
-        super().reset()
-        self._restart()
-
-    def _restart(self) -> None:
-        self.threshold, self._rate = self._initial_threshold, 0.0
 
 
 # ---- cascades

@@ -144,12 +144,11 @@ class Joint(Drafter):
     def reset(self) -> None:
         self._past = FollowerTable(self.order, 1 / self.fade)
         self._runners_up: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
-        widths = range(self.order)
         # By kind of source, length of context and experience: [times read, times it held the next token].
         self._hits = np.tile([2.0, 1.0], (4, self.order, EXPERIENCES, 1)).tolist()
         # For kinds whose sources are ranked lists, by length of context: how often each rank was right.
         ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, MAX_CORPUS_FOLLOWERS))]
-        self._ranks = {kind: [list(ranks) for _ in widths] for kind in (RUNNERS_UP, CORPUS)}
+        self._ranks = {kind: [list(ranks) for _ in range(self.order)] for kind in (RUNNERS_UP, CORPUS)}
         self._text: list[int] = []
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -204,13 +204,10 @@ class PromptLookup(_NgramIndex):
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._read(seq)
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
-        start = self._match(seq)
+        tail = tuple(seq[-self.max_ngram :])
+        ends = (self._first[tail[place:]] for place in range(len(tail)))
+        # The leftmost match decides, because it has the most text after it.
+        start = next((end for end in ends if end < len(seq)), None)
         if start is None or room < 1:
             return DraftTree()
         return DraftTree.chain([*takewhile(lambda token: token not in limits.eos, seq[start : start + room])])
-
-    def _match(self, seq: Sequence[int]) -> int | None:
-        """Return the position to copy from. The leftmost match decides, because it has the most text after it."""
-        tail = tuple(seq[-self.max_ngram :])
-        ends = (self._first[tail[start:]] for start in range(len(tail)))
-        return next((end for end in ends if end < len(seq)), None)

@@ -85,6 +85,7 @@ def test_a_text_starts_with_the_first_threshold():
     assert drafter.inner.begun == [[1], [2]]
     assert again == pytest.approx(official(steps, 0.6, 5), abs=1e-12)
     drafter.reset()
+    drafter.begin([3])
     assert thresholds(drafter, steps)[2 * len(steps) :] == pytest.approx(official(steps, 0.6, 5), abs=1e-12)
 
 

@@ -72,14 +72,8 @@ class AnchorMask:
     def sparse(self) -> BlockMask:
         """The mask for FlexAttention, which skips blocks that no frame attends to."""
         num_queries = self.anchors.shape[1] * self.num_frames
-        return create_block_mask(
-            self.rule(),
-            B=len(self.anchors),
-            H=None,
-            Q_LEN=num_queries,
-            KV_LEN=self.num_context + num_queries,
-            device=str(self.anchors.device),
-        )
+        sizes = len(self.anchors), None, num_queries, self.num_context + num_queries  # B, all heads, queries, keys
+        return create_block_mask(self.rule(), *sizes, device=str(self.anchors.device))
 
     def best(self) -> BlockMask | Pieces | None:
         """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere; see also `dry_run`."""
@@ -106,16 +100,11 @@ class Pieces:
         context_keys, frame_keys = keys.split([self.num_context, sum(lengths)], dim=-2)
         context_values, frame_values = values.split([self.num_context, sum(lengths)], dim=-2)
         frames = zip(*(x.split(lengths, dim=-2) for x in (queries, frame_keys, frame_values)), strict=True)
-        attended = [
-            F.scaled_dot_product_attention(
-                query,
-                torch.cat([context_keys[..., context, :], key], -2),
-                torch.cat([context_values[..., context, :], value], -2),
-                mask,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-            for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True)
-        ]
+        attended = []
+        for (context, mask), (query, key, value) in zip(self.parts, frames, strict=True):
+            key = torch.cat([context_keys[..., context, :], key], -2)
+            value = torch.cat([context_values[..., context, :], value], -2)
+            attended.append(attend(query, key, value, mask))
         return torch.cat(attended, -2)
 
 

@@ -42,7 +42,9 @@ def choose(
     markov: Markov | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> list[Tensor]:
-    """The C candidates of each draft with their probabilities, on the device; on the host they are `Candidates`.
+    """The candidates of each draft, on the device; on the host they are `Candidates`.
+
+    They are tokens (A, C), their probabilities (A, T, C + e), and with a bias the factors and scales of their `Bias`.
 
     Without a bias they are the tokens that are most probable in any frame. With one a token may be improbable in every
     frame and yet be certain after the token before it. So of the 512 tokens that are most probable in any frame without
@@ -56,13 +58,35 @@ def choose(
         markov: Bias on the W logits given the previous token.
         vocabulary: The tokens that the columns of the logits stand for; None for all.
     """
-    num_candidates = min(num_candidates, vocab_size)
+    if len(logits) > NUM_AT_ONCE:
+        few = zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
+        parts = [choose(*each, vocab_size, num_candidates, markov, vocabulary) for each in few]
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+    num_candidates, has_blank = min(num_candidates, vocab_size), logits.shape[-1] > vocab_size
     with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
-        parts = [
-            _choose(few_logits, few_roots, vocab_size, num_candidates, markov, vocabulary)
-            for few_logits, few_roots in zip(logits.split(NUM_AT_ONCE), roots.split(NUM_AT_ONCE), strict=True)
-        ]
-    return [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*parts, strict=True)]
+        if markov is None:
+            probs = logits.softmax(-1)
+            best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
+            columns = pad(best, (0, has_blank), value=vocab_size)
+            return [_tokens(best, vocabulary), probs.take_along_dim(columns[:, None], -1)]
+        log_probs = logits.log_softmax(-1)
+        num_likely = min(vocab_size, max(NUM_LIKELY, num_candidates))
+        likely = log_probs[..., :vocab_size].amax(1).topk(num_likely, sorted=False).indices
+        tokens, columns = _tokens(likely, vocabulary), pad(likely, (0, has_blank), value=vocab_size)
+        log_probs = log_probs.take_along_dim(columns[:, None], -1)
+        rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).tiny).log()
+        log_probs = torch.cat([log_probs, rest], -1)  # (A, T, W)
+        left, right = markov.left.to(log_probs.dtype), embedding(columns, markov.right).to(log_probs.dtype)
+        symbols = Symbols(log_probs, torch.cat([tokens, roots[:, None]], 1), left, pad(right, (0, 0, 0, 1)), has_blank)
+        best = expected_frames(symbols).topk(num_candidates).indices
+        probs, columns = log_probs.softmax(-1), pad(best, (0, has_blank), value=num_likely)
+        # softmax(z + B) is softmax(z) * exp(B), normalised again.
+        bias = symbols.left_factors(pad(best, (0, 1), value=num_likely)) @ symbols.right.mT
+        factors = bias.softmax(-1)  # (A, C + 1, W)
+        sums = factors @ probs.mT  # (A, C + 1, T)
+        scales = sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()
+        of_candidates = (part.take_along_dim(columns[:, None], -1) for part in (probs, factors))
+        return [tokens.gather(1, best), *of_candidates, scales]
 
 
 def candidates(parts: Sequence[np.ndarray]) -> Candidates:
@@ -71,41 +95,6 @@ def candidates(parts: Sequence[np.ndarray]) -> Candidates:
     num_candidates = token_ids.shape[1]
     blank = probs[..., -1] if probs.shape[-1] > num_candidates else None
     return Candidates(token_ids.astype(np.int64), probs[..., :num_candidates], blank, Bias(*bias) if bias else None)
-
-
-def _choose(
-    logits: Tensor,
-    roots: Tensor,
-    vocab_size: int,
-    num_candidates: int,
-    markov: Markov | None,
-    vocabulary: DraftVocabulary | None,
-) -> tuple[Tensor, ...]:
-    """The candidate tokens (A, C), their probabilities (A, T, C + e), and the factors and scales of their `Bias`."""
-    has_blank = logits.shape[-1] > vocab_size
-    if markov is None:
-        probs = logits.softmax(-1)
-        best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
-        columns = pad(best, (0, has_blank), value=vocab_size)
-        return _tokens(best, vocabulary), probs.take_along_dim(columns[:, None], -1)
-    log_probs = logits.log_softmax(-1)
-    num_likely = min(vocab_size, max(NUM_LIKELY, num_candidates))
-    likely = log_probs[..., :vocab_size].amax(1).topk(num_likely, sorted=False).indices
-    tokens, columns = _tokens(likely, vocabulary), pad(likely, (0, has_blank), value=vocab_size)
-    log_probs = log_probs.take_along_dim(columns[:, None], -1)
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(log_probs.dtype).tiny).log()
-    log_probs = torch.cat([log_probs, rest], -1)  # (A, T, W)
-    left, right = markov.left.to(log_probs.dtype), embedding(columns, markov.right).to(log_probs.dtype)
-    symbols = Symbols(log_probs, torch.cat([tokens, roots[:, None]], 1), left, pad(right, (0, 0, 0, 1)), has_blank)
-    best = expected_frames(symbols).topk(num_candidates).indices
-    probs, columns = log_probs.softmax(-1), pad(best, (0, has_blank), value=num_likely)
-    # softmax(z + B) is softmax(z) * exp(B), normalised again.
-    bias = symbols.left_factors(pad(best, (0, 1), value=num_likely)) @ symbols.right.mT
-    factors = bias.softmax(-1)  # (A, C + 1, W)
-    sums = factors @ probs.mT  # (A, C + 1, T)
-    scales = sums.clamp(min=torch.finfo(sums.dtype).tiny).reciprocal()
-    parts = (part.take_along_dim(columns[:, None], -1) for part in (probs, factors))
-    return tokens.gather(1, best), *parts, scales
 
 
 def _tokens(columns: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:

@@ -9,8 +9,7 @@ from drafters.checks import check_at_least
 from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.joint import Joint, extended
 from drafters.tree import ROOT, DraftTree
-from drafters.trees.best_first import best_first
-from drafters.trees.search import SearchLimits
+from drafters.trees.search import SearchLimits, best_first
 
 # ---- one probability from those of two predictors
 

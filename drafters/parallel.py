@@ -23,8 +23,7 @@ from drafters.nn.transformer import AttentionDraftModule, Trunk
 from drafters.protocol import BaseShape, BaseWeights, Limits, RequiredOutputs, TrainingBatch
 from drafters.tree import DraftTree
 from drafters.trees.candidates import candidates, choose
-from drafters.trees.copies import with_passage
-from drafters.trees.search import Candidates, SearchLimits, search
+from drafters.trees.search import Candidates, SearchLimits, search, with_passage
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.tree import DraftTree
-from drafters.trees.best_first import best_first
-from drafters.trees.search import SearchLimits
+from drafters.trees.search import SearchLimits, best_first
 
 BITS = 20  # enough for a token id, so that a context of w tokens is one integer of w * BITS bits
 TOKEN_MASK = (1 << BITS) - 1

@@ -1,15 +1,16 @@
-"""Best-first search: the most probable texts of a drafter's frames are the draft tree.
+"""Draft trees of the most probable nodes: of frames, of tokens that a function names, and of a copied passage.
 
 Frames without a blank show one token each; frames with a blank are CTC frames, which collapse to a text.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from drafters.tree import DraftTree
+from drafters.tree import ROOT, DraftTree, Growth
 
 
 class Bias(NamedTuple):
@@ -163,3 +164,73 @@ def _spell(node, above, chosen, frames, blank_end, label_end):
             stay = probs[t, last] * factors[bias, last] * scales[bias, t]
             label_end[node, t + 1] = label_end[node, t] * stay + enter
         blank_end[node, t + 1] = (blank_end[node, t] + label_end[node, t]) * none
+
+
+# ---- trees of Python functions, node by node
+
+
+def best_first(
+    following: Callable[[int, float], Iterable[tuple[float, int]]],
+    take: Callable[[int, int], object],
+    limits: SearchLimits,
+) -> DraftTree:
+    """The tree of the most probable nodes, with their probabilities, most probable first.
+
+    Among equally probable nodes the one whose parent was taken first comes first, and of siblings the one named first.
+
+    Args:
+        following: Takes a node or `ROOT`, and the probability of its path. Returns pairs of probability, given that
+            path, and token of what may follow. Nodes that may have no children are not asked for.
+        take: Is told the parent and the token of each node once it is taken.
+        limits: Largest number and depth of the nodes, and their smallest probability.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    probabilities: list[float] = []
+    heap: list[tuple[float, int, int, int, int]] = []  # (-probability, parent, rank, token, depth) of possible nodes
+    node, probability, depth = ROOT, 1.0, 0
+    while True:
+        if depth < limits.max_depth and not (tokens and tokens[node] in limits.eos):
+            for rank, (share, token) in enumerate(following(node, probability)):
+                if probability * share >= limits.min_probability:
+                    heappush(heap, (-probability * share, node, rank, token, depth + 1))
+        if not heap or len(tokens) >= limits.num_nodes:
+            return DraftTree(tokens, parents, probabilities=probabilities)
+        negative_probability, parent, _, token, depth = heappop(heap)
+        node, probability = len(tokens), -negative_probability
+        tokens.append(token)
+        parents.append(parent)
+        probabilities.append(probability)
+        take(parent, token)
+
+
+# ---- trees of a drafter that may copy
+
+
+def with_passage(tree: DraftTree, passage: Sequence[float], share: float, limits: SearchLimits) -> DraftTree:
+    """The most probable nodes if the draft is the passage with probability ``share``, and otherwise as in the tree.
+
+    The probability of a path is (1 - share) times that in the tree, plus the share if the passage begins with it. So a
+    path that the tree lacks has the share alone, although the drafter may also write it without copying. Of a
+    single path, a ``chain``, the one with more expected tokens is taken: the tree's own or the passage.
+    """
+    if not (share and tree.probabilities):
+        return tree
+    grown, probs = Growth(), [(1 - share) * probability for probability in tree.probabilities]
+    for parent, token in zip(tree.parents, tree.tokens, strict=True):
+        grown.child(parent, token)
+    node, path = ROOT, list[int]()
+    for token in map(int, passage[: limits.max_depth]):
+        node = grown.child(node, token)
+        path.append(node)
+        probs += [0.0] * (len(grown.tokens) - len(probs))
+        probs[node] += share
+        if token in limits.eos:
+            break
+    kept = sorted(range(len(probs)), key=lambda node: -probs[node])  # parents stay before their children
+    if limits.is_chain:
+        kept = max([*range(len(tree))], path, key=lambda nodes: sum(probs[node] for node in nodes))
+    kept = [node for node in kept if probs[node] >= limits.min_probability][: limits.num_nodes]
+    place = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
+    tokens, parents = [grown.tokens[node] for node in kept], [place[grown.parents[node]] for node in kept]
+    return DraftTree(tokens, parents, probabilities=[probs[node] for node in kept])

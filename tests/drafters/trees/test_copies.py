@@ -3,8 +3,7 @@
 import pytest
 
 from drafters.tree import DraftTree
-from drafters.trees.copies import with_passage
-from drafters.trees.search import SearchLimits
+from drafters.trees.search import SearchLimits, with_passage
 from tests.conftest import check_tree
 
 TREE = DraftTree([5, 6, 7, 5], [-1, 0, -1, 2], probabilities=[0.6, 0.5, 0.3, 0.1])

@@ -160,7 +160,6 @@ class ParallelDrafter(CachingDrafter):
         first_frame: int = 0,
     ) -> None:
         super().__init__(draft.window)
-        check_at_least(1, num_labels=num_labels)
         layers = tuple(trunk.hidden_layers) or spread_layers(base.num_layers)
         check_hidden_layers(layers, base)
         self.required_outputs = RequiredOutputs(layers)

@@ -87,8 +87,8 @@ class SuffixArray:
         """The arrays as memoryviews, from which single numbers are read several times faster."""
         return self.tokens.data, self.suffixes.data, self.heads.data
 
-    def row(self, phrase: Sequence[int], first: int = 0, last: int | None = None) -> int:
-        """Find the first of rows [first, last) whose tokens are not less than ``phrase``, or ``last``.
+    def row(self, phrase: Sequence[int], first: int = 0) -> int:
+        """Find the first of the rows from ``first`` on whose tokens are not less than ``phrase``, or their number.
 
         Most of the bisection compares the heads, which are plain numbers.
         """
@@ -98,9 +98,9 @@ class SuffixArray:
         for token in phrase[:in_head]:
             head = head << bits | token
         if width <= in_head:
-            return bisect_left(heads, head << bits * (in_head - width), first, last)
-        first = bisect_left(heads, head, first, last)
-        last = bisect_left(heads, head + 1, first, last)
+            return bisect_left(heads, head << bits * (in_head - width), first)
+        first = bisect_left(heads, head, first)
+        last = bisect_left(heads, head + 1, first)
         rest = list(phrase[in_head:])
         return bisect_left(places, rest, first, last, key=lambda at: text[at + in_head : at + width].tolist())
 

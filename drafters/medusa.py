@@ -136,10 +136,6 @@ class HeadDrafter(CachingDrafter):
     def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
         """What the heads predict below roots (A,), from states (A, D)."""
 
-    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        """The draft trees below roots (A,), from states (A, D); copied to the host at once."""
-        return self.trees_from(self.table(states, roots, base_weights, limits).on_host(), limits)
-
     def logits(self, head: int, x: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits (..., V) of a head's states (..., D), in float32 at least."""
         if self.own_heads:
@@ -208,9 +204,9 @@ class HeadDrafter(CachingDrafter):
 
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
-    ) -> Callable[[Tensor], list[DraftTree]]:
+    ) -> Callable[[Tensor], Table]:
         states = self.encode(hidden[None])[0]
-        return lambda anchors: self.trees(states[anchors - 1], input_ids[anchors], base_weights, limits)
+        return lambda anchors: self.table(states[anchors - 1], input_ids[anchors], base_weights, limits)
 
 
 @dataclass(frozen=True)

@@ -265,12 +265,11 @@ class ParallelDrafter(CachingDrafter):
         """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
         return gathered_logits.base_logits(frames, base_weights)
 
-    def trees(self, frames: Tensor, roots: Roots, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        """The draft tree below each root, from the frame states (B * A, T, D)."""
-        return self.trees_from(self.table(frames, roots, base_weights).on_host(), limits)
-
     def table(self, frames: Tensor, roots: Roots, base_weights: BaseWeights) -> Table:
-        """The candidates of each draft and, of a drafter that copies, the probabilities and tokens of the passages."""
+        """The candidates of each draft and, of a drafter that copies, the probabilities and tokens of the passages.
+
+        Takes the frame states (B * A, T, D) below these roots.
+        """
         weights, bias, vocabulary = self.output(base_weights)
         logits = self.logits(frames, weights)  # (B * A, T, V') or, with a blank, (B * A, T, V' + 1)
         num_candidates = self.draft_options.top_k * self.num_frames
@@ -375,17 +374,17 @@ class ParallelDrafter(CachingDrafter):
         mask = self._mask(roots, context)
         is_needed = self.causal or mask.window or len(texts) > 1  # a single text attends to all of its context
         frames = self.frames(context, roots, base_weights.embedding, mask.dense() if is_needed else None)[:, 0]
-        return self.trees(frames, roots, base_weights, limits)
+        return self.trees_from(self.table(frames, roots, base_weights).on_host(), limits)
 
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
-    ) -> Callable[[Tensor], list[DraftTree]]:
+    ) -> Callable[[Tensor], Table]:
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
 
-        def draft(anchors: Tensor) -> list[DraftTree]:
+        def draft(anchors: Tensor) -> Table:
             roots = self.roots(input_ids[None], anchors[None])
             frames = self.frames(context, roots, base_weights.embedding, self._mask(roots, context).best())[0]
-            return self.trees(frames, roots, base_weights, limits)
+            return self.table(frames, roots, base_weights)
 
         return draft

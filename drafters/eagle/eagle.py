@@ -186,15 +186,15 @@ class AutoregressiveDrafter(CachingDrafter):
 
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
-    ) -> Callable[[Tensor], list[DraftTree]]:
+    ) -> Callable[[Tensor], Table]:
         positions = torch.arange(len(hidden) - 1, device=hidden.device)
         text = hidden[None, :-1], positions[None], input_ids[None]
         context, (residuals, inputs) = self.cached(*text, base_weights)
 
-        def draft(anchors: Tensor) -> list[DraftTree]:
+        def draft(anchors: Tensor) -> Table:
             paths = Paths(self, base_weights, context, anchors, positions < anchors[:, None])
             logits = paths.start(residuals[0, 0, anchors - 1][:, None], inputs[0, 0, anchors - 1][:, None])
-            return self.trees_from(self._grow(logits, paths, limits).on_host(), limits)
+            return self._grow(logits, paths, limits)
 
         return draft
 

@@ -178,8 +178,8 @@ class CachingDrafter(LearnedDrafter):
     @abstractmethod
     def known_text(
         self, hidden: Tensor, input_ids: Tensor, base_weights: BaseWeights, limits: Limits
-    ) -> Callable[[Tensor], list[DraftTree]]:
-        """Read a text as for `draft_at`, and return what drafts the trees at some anchors (A,), none of them 0."""
+    ) -> Callable[[Tensor], Table]:
+        """Read a text as for `draft_at`, and return what computes the table of some anchors (A,), none of them 0."""
 
     def found_in(self, text: Sequence[int]) -> np.ndarray:
         """What the host finds in a text for the draft: ``num_found`` integers."""
@@ -314,6 +314,7 @@ class CachingDrafter(LearnedDrafter):
         after_first = anchors[anchors > 0]  # before the first token nothing is observed
         if min(limits.max_depth, limits.max_nodes) < 1 or not len(after_first):
             return [DraftTree()] * len(anchors)
-        draft = self.known_text(hidden, input_ids, base_weights, limits)
-        trees = iter([tree for part in after_first.split(self.anchors_at_once) for tree in draft(part)])
+        drafted = self.known_text(hidden, input_ids, base_weights, limits)
+        tables = (drafted(part).on_host() for part in after_first.split(self.anchors_at_once))
+        trees = iter([tree for table in tables for tree in self.trees_from(table, limits)])
         return [next(trees) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]

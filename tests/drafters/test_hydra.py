@@ -37,6 +37,10 @@ def path_probability(drafter, state, root, path, base_weights):
     return float(probability)
 
 
+def trees(drafter, states, roots, base_weights, limits):
+    return drafter.trees_from(drafter.table(states, roots, base_weights, limits).on_host(), limits)
+
+
 @torch.no_grad()
 def test_a_head_computes_what_the_authors_code_does(base_weights):
     """Its first layer reads the state and all embeddings at once, twice: as the residual, and through SiLU."""
@@ -67,7 +71,7 @@ def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_
     states = torch.randn(3, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     roots = torch.tensor([0, 4, 2])
     every = [path for length in (1, 2, 3) for path in product(range(5), repeat=length)]
-    for tree, state, root in zip(drafter.trees(states, roots, base_weights, Limits(9)), states, roots, strict=True):
+    for tree, state, root in zip(trees(drafter, states, roots, base_weights, Limits(9)), states, roots, strict=True):
         ranked = sorted(every, key=lambda path: -path_probability(drafter, state, root, path, base_weights))
         assert paths(tree) == set(ranked[:num_nodes])
 
@@ -77,7 +81,7 @@ def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_
 def test_only_the_most_probable_paths_of_a_level_are_extended(base_weights, width):
     drafter = randomised(Hydra(SMALL, HydraHeadOptions(3), draft=HydraDraftOptions(999, top_k=3, width=width)))
     state, root, eos = torch.randn(8, dtype=torch.float64), 3, frozenset({1})
-    (tree,) = drafter.trees(state[None], torch.tensor([root]), base_weights, Limits(9, eos=eos))
+    (tree,) = trees(drafter, state[None], torch.tensor([root]), base_weights, Limits(9, eos=eos))
     expected, going_on = set(), [()]
     for _ in range(3):
         children = []

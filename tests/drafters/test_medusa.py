@@ -37,7 +37,8 @@ def small():
 
 def drafted(drafter, base_weights, states, limits=FREE):
     with torch.no_grad():
-        return drafter.trees(states, torch.zeros(len(states), dtype=torch.long), base_weights, limits)
+        table = drafter.table(states, torch.zeros(len(states), dtype=torch.long), base_weights, limits)
+        return drafter.trees_from(table.on_host(), limits)
 
 
 def by_probability(distribution):

@@ -256,20 +256,13 @@ class Medusa(HeadDrafter):
     def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
         return [block(states) for block in self.blocks]
 
-    def forward(self, states: Tensor, base_weights: BaseWeights, top_k: int) -> tuple[Tensor, Tensor]:
-        """The ``top_k`` most probable tokens of every head, and before them their probabilities, both (A, K, k).
-
-        ``states`` (A, D) are the base's last hidden states before the roots.
-        """
+    def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
+        """The ``top_k`` most probable tokens of every head, and behind them their probabilities, both (A, K, k)."""
         distributions = (
             self.logits(head, block(states), base_weights).softmax(-1) for head, block in enumerate(self.blocks)
         )
-        probs, tokens = zip(*(distribution.topk(top_k) for distribution in distributions), strict=True)
-        return torch.stack(probs, dim=1), torch.stack(tokens, dim=1)
-
-    def table(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits | Root) -> Table:
-        probs, tokens = self(states, base_weights, self.top_k)
-        return Table.of((tokens, probs), probs.dtype)
+        probs, tokens = zip(*(distribution.topk(self.top_k) for distribution in distributions), strict=True)
+        return Table.of((torch.stack(tokens, dim=1), torch.stack(probs, dim=1)), probs[0].dtype)
 
     def trees_from(self, parts: list[np.ndarray], limits: Limits) -> list[DraftTree]:
         token_ids, probabilities = parts

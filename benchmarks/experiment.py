@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from data.conversations import user_message
 from data.files import read_json, write_text
 from drafters import checkpoint
 from drafters.protocol import LearnedDrafter
-from drafters.registry import find_class
+from inference.model_drafters import with_draft_options
 from inference.prompts import encode_question
 from inference.regenerate.answerers import decode_batch
 from inference.verifier.base import Base, base_hash
@@ -68,6 +68,7 @@ class SharedSettings:
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration that trains an arm, as `lightning fit` reads it."""
         data = {"files": list(self.files), "val_size": 0, "max_length": self.max_length, "batch_size": self.batch_size}
+        init_args = grouped(getattr(drafters, arm.drafter), arm.arguments)
         model = {
             "base": self.base,
             "base_dtype": self.base_dtype,
@@ -75,16 +76,11 @@ class SharedSettings:
             "warmup_steps": min(30, self.steps // 10),
             "schedule": "cosine",
             **arm.model,
+            "drafter": {"class_path": f"drafters.{arm.drafter}", "init_args": init_args},
         }
         return {
             "seed_everything": seed,
-            "model": {
-                **model,
-                "drafter": {
-                    "class_path": f"drafters.{arm.drafter}",
-                    "init_args": grouped(getattr(drafters, arm.drafter), arm.arguments),
-                },
-            },
+            "model": model,
             "data": data | {"seed": seed} | ({"features": self.features} if self.features else {}),
             "trainer": {
                 "accelerator": "auto",
@@ -251,12 +247,11 @@ def simulate(
 def simulate_exported(
     folder: Path, overrides: dict[str, Any], base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
 ) -> dict[str, Any]:
-    """`simulate` an exported drafter with other arguments; ``simulated.json`` next to it stores the results."""
+    """`simulate` an exported drafter with other draft options; ``simulated.json`` next to it stores the results."""
 
     def measure() -> dict[str, Any]:
-        config = checkpoint.read_config(folder)
-        changed = replace(config, init_args=grouped(find_class(config.class_path), overrides, config.init_args))
-        drafter, _ = checkpoint.load(folder, base.model.dtype, changed)
+        config = with_draft_options(checkpoint.read_config(folder), overrides)
+        drafter, _ = checkpoint.load(folder, base.model.dtype, config)
         result = simulate(drafter.to(base.model.device), base, answers, budgets)
         return {**result, "parameters": sum(weight.numel() for weight in drafter.parameters())}
 

@@ -33,6 +33,7 @@ from drafters.ctc.trees import BLANK, ctc_transform, paper_trees, with_blank
 from drafters.protocol import NoDrafter
 from drafters.tree import DraftTree
 from drafters.trees.search import Candidates, SearchLimits, search
+from inference.model_drafters import load_learned, with_draft_options
 from inference.verifier.base import Base
 from inference.verifier.graphed import make_runner
 from inference.verifier.session import PHASES, Session, Step
@@ -121,15 +122,12 @@ def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[s
         By way: ``length``, the acceptance length (tokens per base forward, including the bonus token); ``fed``, the
         number of draft tokens per step; ``speedup``; and the share of the steps' time that each of `PARTS` took.
     """
-    config = checkpoint.read_config(folder)
-    draft = config.init_args.get("draft", {}) | {"num_nodes": NUM_NODES}
-    config = replace(config, init_args=config.init_args | {"draft": draft})
+    config = with_draft_options(checkpoint.read_config(folder), {"num_nodes": NUM_NODES})
     runner = make_runner(replace(base, graphed=False))  # the parts of a draft are timed apart
     sessions, clocks = {"none": Session(runner, NoDrafter())}, dict[str, dict[str, float]]()
     kind = config.class_path.rpartition(".")[2]
     for way, build in WAYS[kind].items():
-        drafter: Any = checkpoint.load(folder, base.model.dtype, config)[0].to(base.model.device)
-        drafter.attach_base_weights(base.base_weights)
+        drafter: Any = load_learned(folder, config, base)
         clock = clocks[way] = {"LM head": 0.0, "tree": 0.0}
         drafter.logits, build = timed(drafter.logits, clock, "LM head"), timed(build, clock, "tree")
         if kind == "Medusa":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Literal, cast
@@ -21,8 +22,8 @@ from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
-from inference.evaluate.answers import Answer, comparable, decode_steps, median_answers
-from inference.evaluate.figures import acceptance_length, first_difference, summarise
+from inference.evaluate.answers import Answer, comparable, decode_steps, median_answers, turns_of
+from inference.evaluate.figures import acceptance_length, count_identical, pair_answers, summarise
 from inference.evaluate.own_loop import answer_questions
 from inference.options import QuestionOptions
 from inference.runs import progress_bars
@@ -36,6 +37,18 @@ from train.callbacks import peak_bytes
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
 NONE = "none"  # the base alone
 TEMPLATE = "tokenizer"
+COLUMNS = {  # of tables, from what `measure` returns
+    "speed-up": "{speedup:.2f}×",
+    "wall": "{wall_speedup:.2f}×",
+    "acceptance": "{acceptance_length:.3f}",
+    "small base's": "{small_acceptance_length:.3f}",
+    "fed": "{fed_per_step:.1f}",
+    "identical": "{identical}/{questions}",
+    "steps": "{same_steps_as_small}/{questions}",
+    "step, ms": "{step_ms:.2f}",
+    "IQR": "{step_spread:.0%}",
+    "draft": "{draft_ms:.2f}",
+}
 
 
 def at_scale(
@@ -191,7 +204,7 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
     """Results of one drafter, from the answers of the wide base and those of the small base in float32."""
     answers = median_answers(wide[name])
     summary = summarise(wide[name], wide[NONE])
-    steps, base_steps = (_steps(wide[key]) for key in (name, NONE))
+    steps, base_steps = (decode_steps(turns_of(chain(*wide[key]))) for key in (name, NONE))
     seconds, base_seconds = (
         decoding_seconds(each) / sum(step.emitted for step in each) for each in (steps, base_steps)
     )
@@ -199,6 +212,7 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
     low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
     draft = [sum(step.seconds[PHASES.index(phase)] for phase in ("propose", "observe")) for step in steps]
     by_phase = zip(*(step.seconds for step in steps), strict=True)
+    compared = zip(map(comparable, answers), map(comparable, small[name]), strict=True)
     return {
         "questions": len(answers),
         "acceptance_length": summary.acceptance.length.value,
@@ -211,38 +225,18 @@ def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence
         "phases_ms": {name: 1e3 * median(each) for name, each in zip(PHASES, by_phase, strict=True)},
         "ms_per_token": 1e3 * seconds,
         "identical": summary.identical,
-        "small_acceptance_length": acceptance_length([turn for each in small[name] for turn in each.turns]),
-        "same_texts_as_small": sum(
-            first_difference(own, other) is None for own, other in zip(answers, small[NONE], strict=True)
-        ),
-        "same_steps_as_small": sum(
-            comparable(own) == comparable(other) for own, other in zip(answers, small[name], strict=True)
-        ),
+        "small_acceptance_length": acceptance_length(turns_of(small[name])),
+        "same_texts_as_small": count_identical(pair_answers(answers, small[NONE]))["identical"],
+        "same_steps_as_small": sum(own == other for own, other in compared),
     }
-
-
-def _steps(repeats: Repeats) -> list[Step]:
-    return [step for answers in repeats for answer in answers for step in decode_steps(answer.turns)]
 
 
 def result_table(result: Mapping[str, Any]) -> ResultTable:
     """The table of a run, from its JSON."""
-    columns = {
-        "speed-up": "{speedup:.2f}×",
-        "wall": "{wall_speedup:.2f}×",
-        "acceptance": "{acceptance_length:.3f}",
-        "small base's": "{small_acceptance_length:.3f}",
-        "fed": "{fed_per_step:.1f}",
-        "identical": "{identical}/{questions}",
-        "steps": "{same_steps_as_small}/{questions}",
-        "step, ms": "{step_ms:.2f}",
-        "IQR": "{step_spread:.0%}",
-        "draft": "{draft_ms:.2f}",
-    }
-    table = ResultTable(result["title"], ["drafter", "parameters", *columns])
+    table = ResultTable(result["title"], ["drafter", "parameters", *COLUMNS])
     for name, own in result["drafters"].items():
         size = f"{own['parameters'] / 1e6:,.1f} M" if own["parameters"] else ""
-        table.rows.append([name, size, *(column.format_map(own) for column in columns.values())])
+        table.rows.append([name, size, *(column.format_map(own) for column in COLUMNS.values())])
     same = min(own["same_texts_as_small"] for own in result["drafters"].values())
     count = result["drafters"][NONE]["questions"]
     table.notes = [

@@ -47,6 +47,7 @@ from train.memory import memory_parts
 SMALL_BASE, DRAFTER, CONFIG = "checkpoints/tiny-chat", "ctc=checkpoints/tiny-chat-ctc", "llama3_8b.yaml"
 KINDS = (steps.EAGER, steps.GRAPHED)
 NUM_WARM_UP = 3
+ROWS = (1, 16, 64)  # fed tokens of a step
 CONTEXT = 16_384  # positions of the large base; no rotation depends on it
 
 
@@ -60,7 +61,6 @@ class Sizes:
     dtype: Dtype
     sweep_bytes: int
     num_launches: int
-    rows: tuple[int, ...]  # fed tokens of a step
     contexts: tuple[int, ...]  # cached positions before it
     repeats: int
     draft_context: int
@@ -78,7 +78,6 @@ FULL = Sizes(
     dtype="bfloat16",
     sweep_bytes=15 * 10**9,
     num_launches=2000,
-    rows=(1, 16, 64),
     contexts=(256, 2048, 8192),
     repeats=20,
     draft_context=2048,
@@ -95,7 +94,6 @@ TINY = Sizes(
     dtype="float32",
     sweep_bytes=10**8,
     num_launches=50,
-    rows=(1, 16, 64),
     contexts=(16, 32, 64),
     repeats=2,
     draft_context=32,
@@ -201,7 +199,7 @@ def _fastest(machine: Machine, run: Callable[[], object]) -> float:
 def base_steps(machine: Machine) -> Iterator[ResultTable]:
     """Steps of the large base, eager and graphed; only eager where graphed ones fail."""
     sizes, base, kinds = machine.sizes, machine.base, [*KINDS]
-    trees = {rows - 1: steps.bushy(rows - 1, base.shape.vocab_size) for rows in sizes.rows}
+    trees = {rows - 1: steps.bushy(rows - 1, base.shape.vocab_size) for rows in ROWS}
     failure: Exception | None = None
 
     def measured(context: int) -> ResultTable:
@@ -286,27 +284,19 @@ def sessions(machine: Machine) -> Iterator[ResultTable]:
     options = QuestionOptions(["embedded"], sizes.num_questions, ":", sizes.max_new_tokens, at_scale.TEMPLATE)
     (prompts,) = options.select(small, options.load()).values()
     specs = {at_scale.NONE: at_scale.NONE, "ctc": DRAFTER}
-    headings = ["drafter", "identical", "acceptance", "small base's", "fed", "ms/token", "speed-up", "step, ms"]
+    shared = "identical", "acceptance", "small base's", "fed", "speed-up", "step, ms"
+    columns = {name: at_scale.COLUMNS[name] for name in shared} | {"ms/token": "{ms_per_token:.3f}"}
+    columns |= {phase: f"{{phases_ms[{phase}]:.2f}}" for phase in PHASES}
     for kind in (steps.GRAPHED, steps.EAGER):
         figures = at_scale.compare(small, machine.runner(kind), specs, prompts.questions, sizes.max_new_tokens)
-        table = ResultTable(f"Sessions, {kind}", [*headings, *PHASES, "GB", "/ bytes"])
+        table = ResultTable(f"Sessions, {kind}", ["drafter", *columns, "GB", "/ bytes"])
         for name, own in figures.items():
             num_bytes = steps.step_bytes(base, 0) + (own["parameters"] > 0) * (
                 own["parameters"] * base.model.dtype.itemsize + base.base_weights.head.nbytes
             )
-            cells = [
-                f"{own['identical']}/{own['questions']}",
-                f"{own['acceptance_length']:.3f}",
-                f"{own['small_acceptance_length']:.3f}",
-                f"{own['fed_per_step']:.1f}",
-                f"{own['ms_per_token']:.3f}",
-                f"{own['speedup']:.2f}×",
-                f"{own['step_ms']:.2f}",
-                *(f"{own['phases_ms'][phase]:.2f}" for phase in PHASES),
-                f"{num_bytes / 1e9:.2f}",
-                times_bytes(own["step_ms"] / 1e3, num_bytes, machine.bandwidth),
-            ]
-            table.rows.append([name, *cells])
+            cells = [column.format_map(own) for column in columns.values()]
+            of_bytes = times_bytes(own["step_ms"] / 1e3, num_bytes, machine.bandwidth)
+            table.rows.append([name, *cells, f"{num_bytes / 1e9:.2f}", of_bytes])
         table.notes.append(
             f"{len(prompts.questions)} embedded questions, at most {sizes.max_new_tokens} tokens a turn, greedy; "
             "medians of steps, without the prefill. identical: answers that are those of none in this table; in "

@@ -322,7 +322,7 @@ def training(machine: Machine) -> Iterator[ResultTable]:
     table.rows = [["measured", f"{peak / 1e9:.2f}"], ["estimated", f"{estimate / 1e9:.2f}"]]
     table.rows += [[f"estimated: {name}", f"{each / 1e9:.2f}"] for name, each in estimates.items()]
     yield table
-    times = [step.step()[1] for _ in range(3)]
+    times = [step.step() for _ in range(3)]
     trained = sum(weight.nbytes for weight in step.drafter.parameters())
     frozen = sum(weight.nbytes for weight in base.model.parameters())
     num_bytes = dict(zip(times[0], (frozen, 2 * trained + base.base_weights.head.nbytes, 4 * trained), strict=True))

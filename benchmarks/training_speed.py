@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,71 +16,48 @@ from benchmarks.harness import SHAPES, VOCAB_SIZES, ResultTable, main, num_milli
 from benchmarks.recipes import grouped
 from data.dtypes import Dtype
 from drafters import recipe
-from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
+from drafters.protocol import LearnedDrafter, TrainingBatch
 from inference.verifier.base import Base, resolve_device
 from train.cli import find_config
 from train.features import compute_features
 from train.memory import LiveBytes, step_bytes
 
 CONFIGS = ["medusa.yaml", "hydra.yaml", "eagle.yaml", "eagle3.yaml", "block.yaml", "ctc.yaml", "ctc_deep.yaml"]
-SMALL_VOCAB = 64
-BASE, NETWORK, LOSS, OPTIMIZER = "base", "drafter", "loss", "optimizer"
+PHASES = ("base", "drafter", "optimizer")
 NOTE = (
-    "M = millions of trained weights; A = anchors of a text; base = forward with its labels, drafter = its network "
-    "forward and backward, loss = all that depends on the vocabulary, as shares of a step; of base = step relative to "
-    "the base's share; spread = (slowest - fastest) / median; MB = most that the drafter's loss and its backward pass "
-    "allocate besides weights and gradients: counted in a step (by torch on a GPU), and as lightning fit estimates it"
+    "M = millions of trained weights; A = anchors of a text; base = forward with its labels, drafter = its loss "
+    "forward and backward, as shares of a step; of base = step relative to the base's share; spread = (slowest - "
+    "fastest) / median; MB = most that the drafter's loss and its backward pass allocate besides weights and "
+    "gradients: counted in a step (by torch on a GPU), and as lightning fit estimates it"
 )
 
 
 class TrainingStep:
-    """A training step of a drafter on B random texts of S tokens with a full loss mask, timed by phase.
-
-    The time of the loss is what the vocabulary costs: the time of the same drafter for a base of 64 tokens, with its
-    backward pass, is that of the drafter's network, and the rest is the loss.
-    """
+    """A training step of a drafter on B random texts of S tokens with a full loss mask, timed by phase."""
 
     def __init__(
         self, kind: type[LearnedDrafter], arguments: dict, base: Base, size: tuple[int, int], precision: str
     ) -> None:
         torch.manual_seed(0)
         self.base, self.autocast = base, torch.bfloat16 if precision == "bf16" else None
-        device, shape, weights = base.model.device, base.shape, base.base_weights
-        self.kind, self.arguments = kind, arguments
+        device, shape = base.model.device, base.shape
         self.drafter = recipe.build(kind, shape, arguments).to(device)
-        self.small_weights = BaseWeights(weights.embedding[:SMALL_VOCAB], weights.head[:SMALL_VOCAB])
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.ids = torch.randint(shape.vocab_size, size, device=device)
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)
 
-    @cached_property
-    def network(self) -> LearnedDrafter:
-        """The same drafter for a base of 64 tokens."""
-        shape = replace(self.base.shape, vocab_size=SMALL_VOCAB)
-        return recipe.build(self.kind, shape, self.arguments).to(self.ids.device)
-
-    def step(self) -> tuple[TrainingBatch, dict[str, float]]:
-        """Make a step, and return its batch and the seconds of base, drafter with its loss, and optimizer."""
+    def step(self) -> dict[str, float]:
+        """Make a step, and return the seconds of its phases."""
         times = [self._clock()]
         batch = self._batch()
         times.append(self._clock())
-        self._train(self.drafter, batch, self.base.base_weights)
+        self._train(batch)
         times.append(self._clock())
         self.optimizer.step()
         self.optimizer.zero_grad()
         times.append(self._clock())
-        base, drafter, optimizer = (end - start for start, end in pairwise(times))
-        return batch, {BASE: base, NETWORK: drafter, OPTIMIZER: optimizer}
-
-    def seconds(self) -> dict[str, float]:
-        """Make a step and return the seconds of its phases."""
-        batch, times = self.step()
-        small = replace(batch, input_ids=self.ids % SMALL_VOCAB, labels=batch.labels % SMALL_VOCAB)
-        started = self._clock()
-        self._train(self.network, small, self.small_weights)
-        network = self._clock() - started
-        self.network.zero_grad()
-        return {BASE: times[BASE], NETWORK: network, LOSS: times[NETWORK] - network, OPTIMIZER: times[OPTIMIZER]}
+        seconds = (end - start for start, end in pairwise(times))
+        return dict(zip(PHASES, seconds, strict=True))
 
     def peak(self) -> int:
         """Bytes at the worst moment of a step, the first one on a CPU: all weights and what the step allocates."""
@@ -98,7 +73,7 @@ class TrainingStep:
 
     def memory(self) -> tuple[int, int]:
         """Bytes that a loss and its backward pass need besides weights, gradients and batch, and their estimate."""
-        batch, weights, ids = self._batch(), self.base.base_weights, self.ids
+        batch, ids = self._batch(), self.ids
         existing = [*self.drafter.state_dict().values(), *self.base.model.parameters(), ids, self.mask]
         existing += [batch.hidden, batch.required_last_hidden(), batch.labels]
         for weight in self.drafter.parameters():
@@ -107,22 +82,22 @@ class TrainingStep:
         if ids.is_cuda:
             torch.cuda.reset_peak_memory_stats(ids.device)
             peak = -torch.cuda.memory_allocated(ids.device)
-            self._train(self.drafter, batch, weights)
+            self._train(batch)
             peak += torch.cuda.max_memory_allocated(ids.device)
         else:
             with LiveBytes(*existing) as live:
-                self._train(self.drafter, batch, weights)
+                self._train(batch)
             peak = live.peak
         self.drafter.zero_grad()
-        estimate = step_bytes(self.drafter, weights, (len(ids), ids.shape[1]), self.autocast, ids.device.type)
-        return peak, estimate
+        size = len(ids), ids.shape[1]
+        return peak, step_bytes(self.drafter, self.base.base_weights, size, self.autocast, ids.device.type)
 
     def _batch(self) -> TrainingBatch:
         return compute_features(self.base, self.drafter.required_outputs.hidden_layers, self.ids, self.mask)
 
-    def _train(self, drafter: LearnedDrafter, batch: TrainingBatch, weights: BaseWeights) -> None:
+    def _train(self, batch: TrainingBatch) -> None:
         with torch.autocast(self.ids.device.type, self.autocast, enabled=self.autocast is not None):
-            loss, _ = drafter.loss(batch, weights)
+            loss, _ = self.drafter.loss(batch, self.base.base_weights)
         loss.backward()
 
     def _clock(self) -> float:
@@ -164,15 +139,14 @@ def training_speed(
     torch_device, vocab_size = resolve_device(device), vocab_size or VOCAB_SIZES.get(shape, 32000)
     base = random_llama(shape, vocab_size, dtype, torch_device, context=length)
     title = f"{shape} ({num_millions(base)}), V = {vocab_size}, {dtype}, B = {batch_size}, S = {length}"
-    headings = ["drafter", "M", "A", "tokens/s", "s/step", BASE, NETWORK, LOSS, OPTIMIZER, "of base", "spread"]
-    headings += ["MB", "estimated MB"]
+    headings = ["drafter", "M", "A", "tokens/s", "s/step", *PHASES, "of base", "spread", "MB", "estimated MB"]
     table = ResultTable(f"Training steps: {title}", headings, notes=[f"{repeats} repeats. {NOTE}"])
     arms = [(config, count) for config in configs for count in (anchors if samples_anchors(config) else [0])]
     for config, num_anchors in arms:
         print(f"measuring {config} with {num_anchors} anchors", flush=True)
         kind, arguments = drafter_recipe(config, base.shape.num_layers, num_anchors)
         step = TrainingStep(kind, arguments, base, (batch_size, length), precision)
-        step.seconds()  # warms up
+        step.step()  # warms up
         table.rows.append([config.removesuffix(".yaml"), *cells(step, repeats)])
         del step  # before the next one is built
     show([table], torch_device, out)
@@ -203,7 +177,7 @@ def drafter_recipe(config: str, num_layers: int, num_anchors: int = 0) -> tuple[
 
 def cells(step: TrainingStep, repeats: int) -> list[str]:
     """Time a step, count its memory, and return the cells of its row."""
-    phases = [step.seconds() for _ in range(repeats)]
+    phases = [step.step() for _ in range(repeats)]
     steps = [sum(each.values()) for each in phases]
     middle = median(steps)
     options = getattr(step.drafter, "loss_options", step.drafter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,11 +11,11 @@ from time import process_time
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import experiment
 from benchmarks.experiment import Arm, GreedyAnswer, SharedSettings
 from benchmarks.harness import ResultTable, main, show
+from data.batches import BucketSampler, collate
 from data.conversations import Conversation, load_conversations
 from data.dtypes import Dtype
 from data.files import atomic_folder, read_json, write_text
@@ -158,15 +157,12 @@ def adapt(base: str, texts: Sequence[Conversation], is_mixed: bool, folder: Path
     model: Any = get_peft_model(frozen.model, LoraConfig(target_modules=["q_proj", "v_proj"])).train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     rows = tokenise(texts, frozen.tokenizer, "tokenizer", MAX_LENGTH)
-    order = sorted(range(len(rows)), key=token_counts(rows).__getitem__)
-    batches = [order[first : first + BATCH_SIZE] for first in range(0, len(order), BATCH_SIZE)]
-    random.Random(SEED).shuffle(batches)
+    batches = list(BucketSampler(token_counts(rows), BATCH_SIZE, SEED))
     optimizer = torch.optim.AdamW(weights, lr=ADAPTER_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, ADAPTER_RATE, total_steps=len(batches), pct_start=0.1)
     for batch in batches:
-        chosen = rows.with_format("torch")[batch]
-        ids = pad_sequence(list(chosen["input_ids"]), batch_first=True).long()
-        labels = ids.masked_fill(pad_sequence(list(chosen["loss_mask"]), batch_first=True) == 0, -100)
+        padded = collate([rows[row] for row in batch])
+        ids, labels = padded["input_ids"], padded["input_ids"].masked_fill(~padded["loss_mask"], -100)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
             loss = model(input_ids=ids, labels=labels).loss  # padding is on the right, where no token attends to it
         loss.backward()

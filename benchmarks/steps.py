@@ -95,8 +95,11 @@ def measure(
     """
     seconds: dict[tuple[str, int], list[float]] = {arm: [] for arm in product(runners, trees)}
     first_seconds, expected = {}, None
+    prompt = np.random.default_rng(1).integers(0, base.config.vocab_size, context).tolist()
     for kind, runner in runners.items():
-        prefill(runner, context, max(trees) + 1)
+        runner.reset(context + max(trees) + 1)
+        runner.forward(prompt, DraftTree(), RequiredOutputs())
+        runner.commit([])
         for count, tree in trees.items():
             started = time.perf_counter()
             root = runner.forward([1], tree, RequiredOutputs()).logits[0].float()
@@ -146,14 +149,6 @@ def step_bytes(base: Base, context: int) -> int:
         del weights[base.base_weights.embedding.data_ptr()]
     width = config.num_key_value_heads * base.shape.head_dim
     return sum(weights.values()) + 2 * config.num_hidden_layers * context * width * model.dtype.itemsize
-
-
-def prefill(runner: Runner, context: int, reserve: int) -> None:
-    """Cache ``context`` random tokens, and reserve space for ``reserve`` more."""
-    tokens = np.random.default_rng(1).integers(0, runner.vocab_size, context).tolist()
-    runner.reset(context + reserve)
-    runner.forward(tokens, DraftTree(), RequiredOutputs())
-    runner.commit([])
 
 
 def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:

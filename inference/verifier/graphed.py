@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,22 +37,20 @@ def make_runner(base: Base, vocab_size: int | None = None) -> Runner:
     (`check_base` runs for the first runner of a model, and again when the model has changed).
     """
     check_config(base)
-    kinds: tuple[Callable[..., Runner], Callable[..., Runner]] = Runner, GraphRunner
-    if vocab_size not in (None, base.config.vocab_size):
-        kinds = partial(DraftRunner, vocab_size=vocab_size), partial(GraphDraftRunner, vocab_size=vocab_size)
-    make_eager, make_graphed = kinds
+    vocab_size = vocab_size or base.config.vocab_size
+    is_other = vocab_size != base.config.vocab_size
     if base.wants_graphs:
         if base.bitwise:
             raise ValueError(f"{base.name} has no bit-identical rows in graphed steps: leave out one of the two")
         if base.check:
             check_once(base)
         try:
-            return make_graphed(base)
+            return GraphDraftRunner(base, vocab_size) if is_other else GraphRunner(base)
         except ValueError as error:
             if base.graphed:
                 raise
             print(f"{error}: its steps are eager, which takes longer", file=sys.stderr)
-    runner = make_eager(base)
+    runner = DraftRunner(base, vocab_size) if is_other else Runner(base)
     if base.wants_bitwise:
         runner.row_multiple = row_multiple(runner)
         if base.bitwise and runner.row_multiple is None:

@@ -41,7 +41,7 @@ class BufferCache(Cache):
 
     The width d is that of the keys or of the values, whichever is larger; the others leave the rest of it unused. A
     step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
-    layers by one copy. `clear` keeps the memory. A text that outgrows the buffer gets one of 1.5 times its length.
+    layers by one copy. `keep` leaves the memory. A text that outgrows the buffer gets one of 1.5 times its length.
     Layers of other sizes than the first one, or on another device, have buffers of their own.
     """
 
@@ -98,7 +98,7 @@ class BufferCache(Cache):
             self.capacity = max(self.capacity, length)
 
     def keep(self, length: int, moved: list[int]) -> None:
-        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
+        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop all others."""
         if moved:
             assert self.buffer is not None, "nothing was cached yet"
             start, length, sources = length, length + len(moved), torch.tensor(moved, device=self.buffer.device)
@@ -106,11 +106,6 @@ class BufferCache(Cache):
                 states[..., start:length, :] = states[..., sources.to(states.device), :]
         for layer in self._buffer_layers:
             layer.length = length
-
-    def clear(self) -> None:
-        """Drop all positions and keep the memory."""
-        for layer in self._buffer_layers:
-            layer.length = 0
 
 
 class FixedCache(BufferCache):

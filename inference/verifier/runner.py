@@ -50,10 +50,9 @@ class Runner:
 
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""
-        self.cached = 0
-        self._num_pending = 0
+        self.cached = self._num_pending = 0
         self._num_short = 0  # cached positions that were computed with the short factors of longrope scaling
-        self.cache.clear()
+        self.cache.keep(0, [])
         self.cache.reserve(reserve)
 
     def prepare(self, length: int) -> int:

@@ -74,7 +74,7 @@ def test_a_cache_behaves_like_a_list_of_positions(seed):
     rng, cache, held = random.Random(seed), BufferCache(2), torch.empty(2, 1, 2, 0, 4)
     for turn in range(25):
         if turn == 15:
-            cache.clear()
+            cache.keep(0, [])
             held = held[..., :0, :]
         new = torch.randn(2, 1, 2, rng.choice([1, 2, 9, 200]), 4)
         start = held.shape[-2]

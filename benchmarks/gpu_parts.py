@@ -110,6 +110,7 @@ class Machine:
 
     def __init__(self, device: torch.device, sizes: Sizes, folder: Path) -> None:
         self.device, self.sizes, self.folder = device, sizes, folder
+        self._runners: dict[str, Runner] = {}
 
     @cached_property
     def small(self) -> Base:
@@ -125,27 +126,23 @@ class Machine:
         wide.model.config.max_position_embeddings = CONTEXT
         return wide
 
-    @cached_property
-    def runners(self) -> dict[str, Runner]:
-        """What `runner` has made."""
-        return {}
-
     def runner(self, kind: str) -> Runner:
         """The runner of eager or of graphed steps; raises ValueError if the base cannot be graphed."""
-        if kind not in self.runners:
-            self.runners[kind] = make_runner(replace(self.base, graphed=kind == steps.GRAPHED))
+        if kind not in self._runners:
+            self._runners[kind] = make_runner(replace(self.base, graphed=kind == steps.GRAPHED))
             # Else each longer text would have other graphs.
-            self.runners[kind].reset(max(self.sizes.contexts) + NUM_ROWS[-1])
-        return self.runners[kind]
+            self._runners[kind].reset(max(self.sizes.contexts) + NUM_ROWS[-1])
+        return self._runners[kind]
 
     def release(self) -> None:
         """Give the memory of the bases back; they are made again when they are needed."""
-        self.forget("runners", "base", "small")
-
-    def forget(self, *names: str) -> None:
-        """Give the memory of some of the shared objects back."""
-        for name in names:
+        for name in ("base", "small"):
             self.__dict__.pop(name, None)
+        self.release_runners()
+
+    def release_runners(self) -> None:
+        """Give the memory of caches and graphs back."""
+        self._runners.clear()
         gc.collect()
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # of a device that an error has left useless
@@ -309,7 +306,7 @@ def sessions(machine: Machine) -> Iterator[ResultTable]:
 def training(machine: Machine) -> Iterator[ResultTable]:
     """A training step: its peak memory beside the estimate of `lightning fit`, and its time."""
     sizes = machine.sizes
-    machine.forget("runners")  # their caches and graphs
+    machine.release_runners()
     base, precision = machine.base, "bf16" if sizes.dtype == "bfloat16" else "32"
     kind, arguments = drafter_recipe(CONFIG, base.shape.num_layers, sizes.num_anchors)
     step = TrainingStep(kind, arguments, base, sizes.batch_size, precision)

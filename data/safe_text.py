@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-import yaml
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
@@ -56,11 +55,6 @@ def redacted(text: str) -> str:
 def code_span(text: object) -> str:
     """`safe_line` between the backticks of Markdown, which it cannot leave."""
     return f"`{safe_line(text).replace('`', '´')}`"
-
-
-def yaml_line(key: str, value: str) -> str:
-    """A line of YAML, with the value in quotes if it would mean something else without them."""
-    return yaml.safe_dump({key: safe_line(value)}, allow_unicode=True, width=float("inf")).strip()
 
 
 def escape_markdown(text: object) -> str:

@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 
 from data.files import atomic_folder, write_checksums, write_text
 from data.gguf import DRAFTER_FILE
-from data.safe_text import code_span, escape_markdown
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpoints import read_checkpoint
 from train.formats import gguf, vllm
-from train.model_card import ABOUT, model_card
+from train.model_card import model_card
 
 WEIGHTS = "model.safetensors", "model.safetensors.index.json", DRAFTER_FILE
 
@@ -46,7 +45,7 @@ def export(
                 drafter.to(getattr(torch, dtype))
             checkpoint.save(new, drafter, config)
             check_written(new, drafter, config)
-            write_text(new / "README.md", card_of(drafter, config, license, results or []))
+            write_text(new / "README.md", model_card(drafter, config, license, results or []))
     print(f"wrote {folder}")
 
 
@@ -130,25 +129,3 @@ def check_written(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) 
         raise ValueError(f"{min(differing)} was not written as it is in the checkpoint: the disk may be damaged")
     if json.dumps(asdict(checkpoint.read_config(folder))) != json.dumps(asdict(config)):
         raise ValueError("config.json was not written as it is in the checkpoint: the disk may be damaged")
-
-
-def card_of(drafter: LearnedDrafter, config: DrafterConfig, license: str | None, results: list[str]) -> str:
-    """Return the model card of a trained drafter; of one that was not trained here, without its training."""
-    training = config.training
-    decoded = {"greedy": "the base's own greedy answers to held-out prompts", "text": "held-out text"}
-    facts = {}
-    if "steps" in training:
-        facts["Training data"] = f"{escape_markdown(', '.join(map(str, training['data'])))}, {training['steps']} steps"
-    if initial := training.get("initial_drafter"):
-        facts["Trained on from"] = code_span(initial)
-    if length := training.get("val_acceptance_length"):
-        facts["Acceptance length"] = (
-            f"{length:.2f} tokens per base forward at step {training['val_step']}, simulated on "
-            f"{decoded[training['val_answers']]}"
-        )
-    if command := training.get("command"):
-        facts["Command"] = code_span(command)
-    if original := training.get("imported_from"):
-        facts["Original"] = code_span(original)
-    num_parameters = sum(weight.numel() for weight in drafter.parameters())
-    return model_card(config, f"{ABOUT} {num_parameters:,} parameters.", facts, license, results)

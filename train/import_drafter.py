@@ -8,7 +8,7 @@ import torch
 
 from data.files import write_text
 from data.gguf import DRAFTER_FILE, is_gguf
-from data.safe_text import code_span, escape_markdown, safe_line
+from data.safe_text import safe_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -30,8 +30,6 @@ ARCHITECTURES = {
     "DSparkDraftModel": "dspark",  # SpecForge
     "Qwen3DSparkModel": "dspark",  # DeepSpec, with and without a Markov head
 }
-ABOUT = """A drafter for lossless speculative decoding that another tool trained, read by `drafters import`. See the
-original for its training and its licence."""
 
 
 def import_drafter(folder: str, out: str, base: str | None, overwrite: bool) -> None:
@@ -55,13 +53,10 @@ def import_drafter(folder: str, out: str, base: str | None, overwrite: bool) -> 
         public = read_block(source, loaded.shape, loaded.base_weights, kind == "dspark")
     source.check_all_taken()
     drafter, config = build(public, loaded, Path(folder))
-    facts = {"Original": code_span(config.training["imported_from"])}
-    if public.left_out:
-        facts["Left out"] = escape_markdown(", ".join(public.left_out))
     with new_folder(place) as new:
         checkpoint.save(new, drafter, config)
         check_written(new, drafter, config)
-        write_text(new / "README.md", model_card(config, ABOUT, facts))
+        write_text(new / "README.md", model_card(drafter, config))
     print(f"wrote {place}: {config.class_path} for {safe_line(config.base_name)}")
     for part in public.left_out:
         print(f"left out: {part}")

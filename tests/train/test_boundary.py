@@ -17,12 +17,12 @@ from benchmarks.pretrain import train_tokenizer
 from data.conversations import load_conversations
 from data.files import output_lock
 from data.tokenizer import load_tokenizer
-from drafters.checkpoint import read_config
+from drafters import checkpoint
 from inference.bases import load_config
 from inference.verifier.base import load_base, load_base_info
 from tests.conftest import full_disk
 from train.cli import run_drafters, run_lightning, user_errors
-from train.model_card import ABOUT, model_card
+from train.model_card import model_card
 
 USERS = ValueError, FileNotFoundError, PermissionError, IsADirectoryError, OSError, MisconfigurationException
 
@@ -396,10 +396,10 @@ def test_control_characters_and_brackets_of_a_conversation_and_of_a_name_are_sho
 def test_a_model_card_names_its_base_without_becoming_another_card(name, trained):
     import yaml
 
-    config = read_config(trained.folder)
-    plain = model_card(config, ABOUT, {})
+    drafter, config = checkpoint.load(trained.folder)
+    plain = model_card(drafter, config)
     object.__setattr__(config, "base_name", name)
-    card = model_card(config, ABOUT, {}, license="mit")
+    card = model_card(drafter, config, license="mit")
     assert is_harmless(card) and len(card.splitlines()) <= len(plain.splitlines()) + 2
     header = yaml.safe_load(card.split("---\n")[1])
     assert header.keys() <= {"license", "base_model", "library_name", "tags"}

@@ -162,16 +162,12 @@ class DrafterTraining(L.LightningModule):
         self._base_hash = self._base_hash or base_hash(self.base)
         return self._base_hash
 
-    def compute_batch(self, input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
-        """Run the base over texts (B, S)."""
-        return compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids, loss_mask)
-
     def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
         """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""
+        layers = self.drafter.required_outputs.hidden_layers
         if "hidden" in batch:
-            layers = self.drafter.required_outputs.hidden_layers
             return read_features(batch, layers, self.base.model.dtype)
-        return self.compute_batch(batch["input_ids"], batch["loss_mask"])
+        return compute_features(self.base, layers, batch["input_ids"], batch["loss_mask"])
 
     def on_fit_start(self) -> None:
         self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)

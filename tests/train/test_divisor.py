@@ -60,7 +60,7 @@ def gradients(module):
 
 
 def loss_and_gradients(module, batch, divisor=None):
-    seen = module.compute_batch(batch["input_ids"], batch["loss_mask"])
+    seen = module.training_batch(batch)
     module.zero_grad()
     loss, _ = module.drafter.loss(replace(seen, divisor=divisor) if divisor else seen, module.base.base_weights)
     loss.backward()

@@ -152,8 +152,9 @@ def test_with_a_store_the_layers_of_the_base_are_kept_only_if_validation_runs_th
     assert {name.split(".")[-2] for name in kept} == {"embed_tokens", "norm", "lm_head"}
     assert stored.memory["weights of the base"] == 4 * shape.hidden_size * (2 * shape.vocab_size + 1)
     assert online.memory["weights of the base"] == whole == stored.memory["weights of the base"] + of_layers
+    ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(TypeError):
-        stored.module.compute_batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool))
+        stored.module.training_batch({"input_ids": ids, "loss_mask": ids.bool()})
     for name, options in {"greedy": {"val_answers": "greedy"}, "text": {"val_files": ["embedded:4:900"]}}.items():
         assert train(name, stores / "float32", **options).memory["weights of the base"] == whole
     lines = ["embedding, the final norm and the LM head are kept", *["it need not with --model.val_answers text"] * 2]

@@ -51,7 +51,7 @@ def batches(own_text):
 @pytest.mark.parametrize("layers", [(-1,), (0, 1, 2)])
 def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, layers):
     module = make(tiny, partial(build, CTC, init_args=SMALL | {"hidden_layers": layers}))
-    seen = module.compute_batch(own_text["input_ids"], own_text["loss_mask"])
+    seen = module.training_batch(own_text)
     with torch.no_grad():
         plain = module.base.model(own_text["input_ids"], output_hidden_states=True)
     assert torch.equal(seen.labels, plain.logits.argmax(-1))
@@ -64,7 +64,7 @@ def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, lay
 @pytest.mark.slow
 def test_every_validation_takes_its_loss_at_the_same_anchors_and_draws_no_random_number(tiny, own_text):
     module = make(tiny, partial(build, CTC, init_args=SMALL | {"num_anchors": 2}))
-    outputs = module.compute_batch(own_text["input_ids"], own_text["loss_mask"])
+    outputs = module.training_batch(own_text)
     losses = []
     with torch.random.fork_rng():
         for seed, batch_idx in ((1, 0), (2, 0), (2, 1)):

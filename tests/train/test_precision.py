@@ -70,11 +70,12 @@ def test_activation_checkpointing_gives_the_same_gradients_with_less_memory(tiny
         recipes.build, CTC, init_args={"num_frames": 6, "num_labels": 4, "num_layers": 3, "num_anchors": 64}
     )
     ids = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "loss_mask": torch.ones_like(ids, dtype=torch.bool)}
     found = []
     for recomputed in (False, True):
         torch.manual_seed(0)
         module = DrafterTraining(str(tiny), drafter, activation_checkpointing=recomputed)
-        found.append(kept_for_backward(module, module.compute_batch(ids, torch.ones_like(ids, dtype=torch.bool))))
+        found.append(kept_for_backward(module, module.training_batch(batch)))
     (everything, expected), (little, gradients) = found
     assert little < everything / 2
     torch.testing.assert_close(gradients, expected)

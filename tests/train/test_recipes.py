@@ -92,7 +92,8 @@ def test_a_recipe_trains_on_a_toy_of_its_bases_architecture(name, tmp_path):
     )
     assert ", ".join(map(str, module.drafter.required_outputs.hidden_layers)) == stated[1]
     ids = torch.randint(3, 300, (1, 16), generator=torch.Generator().manual_seed(0))
-    loss, _ = module.drafter.loss(module.compute_batch(ids, torch.ones_like(ids).bool()), module.base.base_weights)
+    batch = module.training_batch({"input_ids": ids, "loss_mask": torch.ones_like(ids).bool()})
+    loss, _ = module.drafter.loss(batch, module.base.base_weights)
     loss.backward()
     assert loss.isfinite() and all(weight.grad is not None for weight in module.drafter.parameters())
 

@@ -36,8 +36,6 @@ class Shard:
 
     file: str
     num_rows: int
-    num_tokens: int
-    num_bytes: int
     sha256: str
 
 
@@ -96,7 +94,7 @@ def stored_template(folder: str | Path) -> str:
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoreDtype) -> int:
     """Return the bytes per token on disk: hidden states (in int8 with a scale per layer), label, id and mask."""
-    state = hidden_size * {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[dtype] + 4 * (dtype == "int8")
+    state = hidden_size * getattr(torch, dtype).itemsize + 4 * (dtype == "int8")
     return num_layers * state + 4 + 4 + 1
 
 
@@ -169,8 +167,7 @@ def save_shard(path: Path, data: dict[str, Tensor]) -> Shard:
     try:
         with atomic_write(path) as new:
             save_file(data, new)
-            sizes = len(data["keys"]), int(data["starts"][-1])
-            return Shard(path.name, *sizes, new.stat().st_size, checksum(new))
+            return Shard(path.name, len(data["keys"]), checksum(new))
     except (OSError, SafetensorError, DiskError) as error:
         raise ValueError(
             f"{path} cannot be written ({error}): free some space and run again, finished shards are kept"

@@ -113,7 +113,7 @@ class TokenBudget:
     batch fits no matter which rows of those classes end up in it. The arguments are those of `BucketSampler`.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, max_tokens: int, world_size: int = 1) -> None:
+    def __init__(self, lengths: Sequence[int], batch_size: int, max_tokens: int, world_size: int) -> None:
         if max_tokens < max(lengths):
             raise ValueError(
                 f"data.max_tokens is {max_tokens}, but the longest conversation has {max(lengths)} tokens: "

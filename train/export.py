@@ -66,7 +66,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         write_checksums(new)
 
 
-def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
+def drafter_of(saved: Any, base: str | None) -> tuple[LearnedDrafter, DrafterConfig]:
     """Return the drafter of a checkpoint that `read_checkpoint` has read, and the configuration of its folder.
 
     The base is named if it is not the one of the training. Raises ValueError if the checkpoint is one of something

@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor, nn
@@ -186,7 +185,6 @@ def num_bytes(module: nn.Module, base: Base | None = None) -> float:
     return sum(w.numel() * (base.dtype_of(w) if base else w.dtype).itemsize for w in module.parameters())
 
 
-@rank_zero_only
 def show(parts: dict[str, float], size: tuple[int, int], available: int | None) -> None:
     """Print the estimated bytes by purpose and in total, beside those that are available on a GPU."""
     table, total = Table("", "", show_header=False), sum(parts.values())

@@ -61,7 +61,7 @@ def model_card(
     return "\n\n".join(sections) + "\n"
 
 
-def card_header(config: DrafterConfig, license: str | None = None, *tags: str) -> str:
+def card_header(config: DrafterConfig, license: str | None, *tags: str) -> str:
     """The header of a card and its title. The hub refuses folders and revisions as the name of a base."""
     base, _ = split_revision(config.base_name)
     is_of_hub = REPOSITORY.fullmatch(base) and not Path(find_base(config.base_name)).exists()

@@ -147,6 +147,7 @@ def is_accumulating(trainer: L.Trainer) -> bool:
 
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic iteration, chosen for a steep slope at zero (Jordan 2024)."""
+MOMENTUM = 0.95  # share of the average of the gradients that is kept at each step
 
 
 class Muon(torch.optim.Optimizer):
@@ -155,33 +156,31 @@ class Muon(torch.optim.Optimizer):
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
     2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
     multiplies in float32 on a CPU without instructions for bfloat16, and on Intel's without AMX. The weight decay is
-    decoupled as in AdamW; ``momentum`` is the share of the average of the gradients that is kept at each step.
+    decoupled as in AdamW.
     """
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.1, momentum: float = 0.95
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Take a step, as one of a `JointOptimizer`, which calls the closure."""
         for group in self.param_groups:
-            rate, momentum = group["lr"], group["momentum"]
+            rate = group["lr"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(weight.grad)
-                average = state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-                update = orthogonalised(weight.grad.lerp(average, momentum))
+                average = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
+                update = orthogonalised(weight.grad.lerp(average, MOMENTUM))
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(update, alpha=-rate * 0.2 * math.sqrt(max(weight.shape)))
 
 
-def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """The matrix with its singular values moved close to one, by Newton-Schulz iterations.
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """The matrix with its singular values moved close to one, by five Newton-Schulz iterations.
 
     They end between 0.6 and 1.3, but for those below about a thousandth of the matrix's norm.
     """
@@ -189,7 +188,7 @@ def orthogonalised(matrix: Tensor, num_steps: int = 5) -> Tensor:
     x = matrix.to(_working_dtype(matrix.device))
     x = x.T if len(matrix) > matrix.shape[1] else x
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(num_steps):
+    for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if len(matrix) > matrix.shape[1] else x).to(matrix.dtype)

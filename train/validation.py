@@ -24,11 +24,11 @@ class Acceptance(Metric):
     steps: Tensor
     reached: Tensor
 
-    def __init__(self, max_depth: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.add_state("emitted", torch.tensor(0.0), dist_reduce_fx="sum")
         self.add_state("steps", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("reached", torch.zeros(max_depth), dist_reduce_fx="sum")
+        self.add_state("reached", torch.zeros(8), dist_reduce_fx="sum")  # depths 1 to 8
 
     def update(self, emitted: Sequence[int]) -> None:
         """Add the number of tokens that each step of one answer emitted, bonus token included."""
@@ -110,7 +110,7 @@ def draft_answer(
     input_ids: Tensor,
     span: tuple[int, int],
     base_weights: BaseWeights,
-    eos: frozenset[int] = frozenset(),
+    eos: frozenset[int],
 ) -> list[DraftTree]:
     """Draft a tree at every token of an answer but the last, which nothing follows.
 

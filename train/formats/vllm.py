@@ -75,17 +75,6 @@ def converted(
     drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str = "vllm"
 ) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     """Return an engine's method, the tokens of a draft, config.json and the weights; ValueError if it has none."""
-    method, num_tokens, values, weights = _described(drafter, config, mask_token_id, dtype, format)
-    weights = {
-        name: (weight.to(dtype) if weight.is_floating_point() else weight).detach().cpu().contiguous().clone()
-        for name, weight in weights.items()
-    }
-    return method, num_tokens, values, weights
-
-
-def _described(
-    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str
-) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     shape, name = config.base, config.base_name
     if type(drafter) is CTC:
         drafter, config = without_blank(drafter, config)
@@ -93,17 +82,19 @@ def _described(
     if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
         raise ValueError(f"the {format} format has no window ({window}): train the drafter with window: 0")
     if type(drafter) is Medusa and format == "vllm":
-        return "medusa", drafter.num_heads, medusa_config(drafter, shape), drafter.state_dict()
-    if type(drafter) is EAGLE and format == "vllm":
-        depth, weights = drafter.draft_options.depth, drafter.state_dict()
-        weights = {public_name(name): weight for name, weight in weights.items()}
-        return "eagle", depth, eagle_config(drafter, shape, read_target(name)), weights
-    if type(drafter) is EAGLE3:
-        depth, values = drafter.draft_options.depth, eagle3_config(drafter, shape, read_target(name))
+        method, num_tokens = "medusa", drafter.num_heads
+        values, weights = medusa_config(drafter, shape), drafter.state_dict()
+    elif type(drafter) is EAGLE and format == "vllm":
+        method, num_tokens = "eagle", drafter.draft_options.depth
+        values = eagle_config(drafter, shape, read_target(name))
+        weights = {public_name(part): weight for part, weight in drafter.state_dict().items()}
+    elif type(drafter) is EAGLE3:
+        method, num_tokens = "eagle3", drafter.draft_options.depth
+        values = eagle3_config(drafter, shape, read_target(name))
         needs_rows = drafter.lm_head is None and drafter.draft_tokens is not None
-        head = base_of(config).base_weights.head if needs_rows else None
-        return "eagle3", depth, values, eagle3_weights(drafter, head)
-    if type(drafter) is Block:
+        weights = eagle3_weights(drafter, base_of(config).base_weights.head if needs_rows else None)
+    elif type(drafter) is Block:
+        method, num_tokens = "dspark", drafter.num_labels
         check_block(drafter, config, format)
         target, base = read_target(name), base_of(config)
         token = check_mask_token(mask_token_id, base)
@@ -111,11 +102,16 @@ def _described(
         weights, head = block_weights(drafter, base, token, dtype), base.base_weights.head
         if format == "gguf" and head.data_ptr() != base.base_weights.embedding.data_ptr():
             weights["lm_head.weight"] = head  # without one llama.cpp takes this embedding for the head
-        return "dspark", drafter.num_labels, values, weights
-    kind = config.class_path.removeprefix("drafters.")
-    kinds = "EAGLE3, Block and CTC" if format == "gguf" else "Medusa, EAGLE, EAGLE3, Block and CTC"
-    remedy = "train a drafter as in configs/block.yaml" if format == "gguf" else "leave out --format"
-    raise ValueError(f"{kind} has no {format} format (only {kinds} have one): {remedy}")
+    else:
+        kind = config.class_path.removeprefix("drafters.")
+        kinds = "EAGLE3, Block and CTC" if format == "gguf" else "Medusa, EAGLE, EAGLE3, Block and CTC"
+        remedy = "train a drafter as in configs/block.yaml" if format == "gguf" else "leave out --format"
+        raise ValueError(f"{kind} has no {format} format (only {kinds} have one): {remedy}")
+    weights = {
+        part: (weight.to(dtype) if weight.is_floating_point() else weight).detach().cpu().contiguous().clone()
+        for part, weight in weights.items()
+    }
+    return method, num_tokens, values, weights
 
 
 def base_of(config: DrafterConfig) -> Base:

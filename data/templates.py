@@ -138,8 +138,8 @@ def render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
 def _apply_to_prompt(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: Tools, **options: Any
 ) -> Any:
-    text, offered = resolve_template(template, tokenizer), {"tools": list(tools)} if tools else {}
-    return _apply(messages, tokenizer, text, add_generation_prompt=True, **offered, **options)
+    text = resolve_template(template, tokenizer)
+    return _apply(messages, tokenizer, text, list(tools) or None, is_prompt=True, **options)
 
 
 def encode(
@@ -166,8 +166,7 @@ def encode(
             raise ValueError("input_ids holds tokens that the tokenizer does not know")
         ids, mask = recorded.input_ids.tolist(), recorded.loss_mask.tolist()
     elif "{% generation" in text or "{%- generation" in text:
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = _apply(messages, tokenizer, text, tools=tools, **options)
+        encoded = _apply(messages, tokenizer, text, tools, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         if conversation.not_learned:
             _, others = mask_without_marks(messages, tokenizer, text, tools, conversation.not_learned)
@@ -178,7 +177,10 @@ def encode(
     return ids[:max_length], mask[:max_length]
 
 
-def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any) -> Any:
+def _apply(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list | None,
+    is_prompt: bool = False, **options: Any,
+) -> Any:  # fmt: skip
     """Apply a template, which writes BOS itself, so that no special tokens are added.
 
     The arguments of tool calls are objects in most templates; a template that refuses those gets them as texts.
@@ -187,16 +189,16 @@ def _apply(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, temp
         raise ValueError("the chat template has no place for tool calls")
     if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         options["tokenizer_kwargs"] = {"verbose": False}
-    apply: Any = partial(tokenizer.apply_chat_template, chat_template=template)
+    shared: Any = {"chat_template": template, "tools": tools, "add_generation_prompt": is_prompt}
+    apply: Any = partial(tokenizer.apply_chat_template, **shared)
     expired = TimeoutError(f"the chat template does not end within {RENDER_SECONDS} seconds: choose another one")
     try:
         with computing_limit(RENDER_SECONDS, expired):
             if any(message.get("tool_calls") for message in messages):
-                plain = {name: options[name] for name in ("tools", "add_generation_prompt") if name in options}
-                messages = _with_arguments(messages, partial(apply, tokenize=False, **plain))
+                messages = _with_arguments(messages, partial(apply, tokenize=False))
             return apply(messages, **options)
     except TEMPLATE_ERRORS as error:
-        check_encodable([messages, options])
+        check_encodable([messages, tools])
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
@@ -286,8 +288,7 @@ class _RenderedTexts:
             raise ValueError("the chat template leaves out a tool call")
 
     def _text(self, messages: Sequence[Message], is_prompt: bool = False) -> str:
-        options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
-        return _apply(list(messages), self.tokenizer, self.template, **options)
+        return _apply(list(messages), self.tokenizer, self.template, self.tools, is_prompt, tokenize=False)
 
     def answer(self, turn: int, after: int) -> tuple[int, int]:
         """Return the half-open range of an answer in the whole text, where the answer before it ends at ``after``."""

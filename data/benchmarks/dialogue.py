@@ -1,6 +1,7 @@
 """MT-Bench, Spec-Bench, SPEED-Bench, Alpaca, Arena-Hard, the project's own questions, and questions in any file."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from data.benchmarks.mathematics import exact_match
 from data.benchmarks.question import Benchmark, Question, text
@@ -33,8 +34,7 @@ def _flat(reference: object) -> list[str]:
 def read_spec_bench(row: Mapping, index: int) -> Question:
     """Read a row of Spec-Bench. Its 80 questions from MT-Bench form one of its six tasks, ``mt_bench``."""
     question = read_turns(row, index)
-    category = "mt_bench" if question.category in MT_BENCH_CATEGORIES else question.category
-    return Question(question.question_id, category, question.turns, question.reference)
+    return replace(question, category="mt_bench") if question.category in MT_BENCH_CATEGORIES else question
 
 
 def score_by_task(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:

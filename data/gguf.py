@@ -12,6 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from data.files import reading
 from data.hub import load_pretrained
 
@@ -75,6 +77,11 @@ def _content(path: Path, modified: int) -> Content:
         return Content(num_tokens, num_weights, scaling, texts.get("tokenizer.ggml.pre", ""))
     except Exception as error:  # the errors of numpy where a file ends too early
         raise ValueError(f"{path} is damaged, cut off or has no tokenizer: copy or download it again") from error
+
+
+def short_number(value: Any) -> Any:
+    """Return a number that GGUF keeps in float32 as it was written: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def load_gguf(auto_class: Any, path: Path, **options: Any) -> Any:

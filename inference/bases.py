@@ -8,12 +8,11 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
 from data.dtypes import Dtype
 from data.files import cause_of, check_files, reading
-from data.gguf import check_gguf, is_gguf, load_gguf
+from data.gguf import check_gguf, is_gguf, load_gguf, short_number
 from data.hub import find_base, load_pretrained
 
 if TYPE_CHECKING:
@@ -89,9 +88,8 @@ def _load_gguf_model(path: Path, **options: Any) -> Any:
 
 
 def _with_short_numbers(config: Any) -> Any:
-    """Replace numbers that GGUF keeps in float32: 9.999999747378752e-06 becomes 1e-05 again."""
     for name, value in [(name, value) for name, value in vars(config).items() if type(value) is float]:
-        setattr(config, name, float(str(np.float32(value))))
+        setattr(config, name, short_number(value))
     return config
 
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from data.files import reading, write_text
-from data.gguf import BASE_NAME, DRAFTER_FILE, check_installed, is_gguf, read_gguf
+from data.gguf import BASE_NAME, DRAFTER_FILE, check_installed, is_gguf, read_gguf, short_number
 from data.hub import find_base
 from data.safe_text import code_span
 from data.tokenizer import load_tokenizer
@@ -206,7 +205,7 @@ def read(path: Path) -> PublicCheckpoint:
     known = {*settings, *(f"{arch}.{name}" for name in ("vocab_size", "rope.dimension_count", "attention.causal"))}
     if unknown := sorted(name for name in fields.keys() - known if name.startswith(f"{arch}.")):
         checkpoint.refuse(f"no drafter here has {unknown[0]}")
-    values = {name: _short(fields[short]) for short, name in settings.items() if short in fields}
+    values = {name: short_number(fields[short]) for short, name in settings.items() if short in fields}
     layers = {name: values.pop(name) for name in dict.fromkeys(SIZES.values()) if name in values}
     weights = checkpoint.weights
     with reading(path):
@@ -237,11 +236,6 @@ def read(path: Path) -> PublicCheckpoint:
         "sample_from_anchor": has_markov and values.get("sample_from_anchor", True),
     }
     return checkpoint
-
-
-def _short(value: Any) -> Any:
-    """A number that GGUF keeps in float32 as it was written: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _weight(checkpoint: PublicCheckpoint, tensor: Any) -> Tensor:

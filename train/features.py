@@ -122,11 +122,7 @@ def features(
     in_int8 = base_dtype == "int8" and place.type == "cpu" and not served
     base_dtype = "bfloat16" if in_int8 else base_dtype  # of the base that the store is for
     loaded = load_base(base, base_dtype, "cpu" if devices > 1 or served else place, bitwise=False, movable=True)
-    if max_length > loaded.context_length:
-        raise ValueError(
-            f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
-            f"pass --max_length {loaded.context_length} or less"
-        )
+    loaded.check_length(max_length, "max_length")
     numbers = parse_layers(layers, loaded.shape.num_layers)
     states = None
     if served:

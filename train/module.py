@@ -121,12 +121,7 @@ class DrafterTraining(L.LightningModule):
                 f"the tokenizer of the data ({data.hparams.tokenizer}) is not that of the base "
                 f"{self.base.name}: leave out --data.tokenizer"
             )
-        max_length = getattr(getattr(data, "hparams", None), "max_length", 0)
-        if max_length > self.base.context_length:
-            raise ValueError(
-                f"data.max_length is {max_length}, but the context of {self.base.name} ends at "
-                f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
-            )
+        self.base.check_length(getattr(getattr(data, "hparams", None), "max_length", 0), "data.max_length")
         for name in ("train_set", "val_set"):
             check_tokens(getattr(data, name, None), self.base.tokenizer, self.base.config.vocab_size)
         if store := getattr(data, "store", None):

@@ -105,10 +105,7 @@ def load_answerer(
     if source.model is not None:
         raise ValueError(f"--model {source.model} is the name of the base on a server: give --server URL, too")
     base = replace(base_model, bitwise=False).load()  # no drafts, so no bits to keep
-    if max_length is not None and max_length > base.context_length:
-        raise ValueError(
-            f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"
-        )
+    base.check_length(max_length or 0, "max_length")
     return LocalAnswerer(base, max_length or base.context_length)
 
 

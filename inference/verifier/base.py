@@ -39,6 +39,7 @@ PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 class _Sizes:
     """What a base's configuration says of its sizes."""
 
+    name: str
     config: PretrainedConfig
 
     @property
@@ -50,6 +51,14 @@ class _Sizes:
     def context_length(self) -> int:
         """Maximum number of tokens of a text, prompt included."""
         return self.config.max_position_embeddings
+
+    def check_length(self, max_length: int, option: str) -> None:
+        """Raise ValueError if texts of ``max_length`` tokens, which this option sets, do not fit into the context."""
+        if max_length > self.context_length:
+            raise ValueError(
+                f"{option} is {max_length}, but the context of {self.name} ends at {self.context_length}: "
+                f"pass --{option} {self.context_length} or less"
+            )
 
 
 @dataclass(frozen=True)

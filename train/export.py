@@ -101,7 +101,6 @@ def _describe_training(saved: dict[str, Any]) -> dict[str, Any]:
     """Return what the exported configuration records about the training."""
     arguments, measured = saved["hyper_parameters"], saved.get("measured")
     data = saved.get("datamodule_hyper_parameters", {})
-    initial = arguments.get("initial_drafter")
     return {
         "data": list(data.get("files", [])),
         "template": data.get("template"),
@@ -112,7 +111,7 @@ def _describe_training(saved: dict[str, Any]) -> dict[str, Any]:
         "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
         "val_step": measured and measured["step"],
         "command": saved.get("command"),
-        **({"initial_drafter": initial} if initial else {}),
+        "initial_drafter": arguments.get("initial_drafter"),
     }
 
 

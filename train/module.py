@@ -86,8 +86,6 @@ class DrafterTraining(L.LightningModule):
             raise ValueError(f"a base in {base_dtype} cannot be sharded: take bfloat16, or leave shard_base off")
         check_at_least(0, learning_rate=learning_rate, weight_decay=weight_decay, warmup_steps=warmup_steps)
         self.save_hyperparameters()
-        self.optimizer_name, self.learning_rate, self.weight_decay = optimizer, learning_rate, weight_decay
-        self.warmup_steps, self.schedule = warmup_steps, schedule
         self.val_answers, self.max_val_tokens, self.shard_base = val_answers, max_val_tokens, shard_base
         # Loading the weights must not move the random generator that shuffles and samples.
         with torch.random.fork_rng(devices=[]):
@@ -260,5 +258,6 @@ class DrafterTraining(L.LightningModule):
             )
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = OPTIMIZERS[self.optimizer_name](self, self.learning_rate, self.weight_decay)
-        return with_schedule(self, optimizer, self.warmup_steps, self.schedule)
+        options = self.hparams
+        optimizer = OPTIMIZERS[options["optimizer"]](self, options["learning_rate"], options["weight_decay"])
+        return with_schedule(self, optimizer, options["warmup_steps"], options["schedule"])

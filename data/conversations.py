@@ -83,16 +83,11 @@ class Dropped:
         if self.counts[reason] <= NUM_EXAMPLES and len(self.examples) < NUM_EXAMPLES * NUM_REASONS:
             self.examples.append(f"{place}: {reason}")
 
-    @property
-    def total(self) -> int:
-        """Number of records left out, for any reason."""
-        return self.counts.total()
-
     def __str__(self) -> str:
         text, columns = f"no {self.what} dropped", _listed(self.unread, "{0} ({1:,})", "{} more")
         if self.counts:
             reasons = _listed(self.counts, "{1} x {0}", "{} for other reasons")
-            text = "\n  ".join([f"dropped {self.total} {self.what} ({reasons}), for example", *self.examples])
+            text = "\n  ".join([f"dropped {self.counts.total()} {self.what} ({reasons}), for example", *self.examples])
         return f"{text}\ncolumns not read, with the number of their {self.what}: {columns}" if columns else text
 
 
@@ -224,9 +219,9 @@ def read_texts(files: Sequence[str]) -> Iterator[str]:
                 num_read += 1
             except ValueError as error:
                 dropped.add(str(error), f"{path.name} {place}")
-    if dropped.total and not num_read:
+    if dropped.counts and not num_read:
         raise ValueError(f"there is no text in {', '.join(files)}: {dropped}")
-    if dropped.total:
+    if dropped.counts:
         logging.getLogger(__name__).warning("%s", dropped)
 
 

@@ -120,9 +120,9 @@ def _encode_all(
             columns["input_ids"].append(np.array(ids, dtype=np.int32))
             columns["loss_mask"].append(np.array(mask, dtype=np.int8))
             columns["id"].append(conversation.id)
-    if refused.total:
+    if refused.counts:
         logging.getLogger(__name__).warning("%s", refused)
-    if not columns["id"] and refused.total == len(conversations):
+    if not columns["id"] and refused.counts.total() == len(conversations):
         raise ValueError(f"template {template!r} refuses every conversation: {refused}")
     if not columns["id"]:
         raise ValueError(

@@ -81,7 +81,7 @@ def regenerate(
         journal.delete()
     if prompts:
         prompts.delete()
-    if counts.dropped.total:
+    if counts.dropped.counts:
         print(safe_text(counts.dropped))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=source.server is not None)}")
 

@@ -33,7 +33,7 @@ def test_every_form_of_a_record_is_read_with_and_without_null_columns(tmp_path, 
     else:
         file.write_text("\n".join(map(json.dumps, rows)))
     conversations, dropped = load_conversations([str(file)])
-    assert conversations == [Conversation("a", HI), Conversation("2", HI)] and not dropped.total
+    assert conversations == [Conversation("a", HI), Conversation("2", HI)] and not dropped.counts
 
 
 def test_id_and_system_message_are_kept_and_an_input_follows_its_instruction():
@@ -88,7 +88,7 @@ BROKEN = [
 def test_a_broken_record_is_named_with_its_reason_and_the_others_are_read(tmp_path, record, reason):
     (tmp_path / "mixed.json").write_text(json.dumps([FORMS[0], record, FORMS[0]]))
     conversations, dropped = load_conversations([str(tmp_path / "mixed.json")])
-    assert [each.id for each in conversations] == ["1", "3"] and dropped.total == 1
+    assert [each.id for each in conversations] == ["1", "3"] and dropped.counts.total() == 1
     assert dropped.examples[0].startswith("mixed.json record 2: ") and reason in dropped.examples[0]
 
 

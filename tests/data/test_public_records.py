@@ -225,4 +225,4 @@ def test_a_system_prompt_of_two_places_is_read_once_or_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     conversations, dropped = load_conversations([str(tmp_path / "a.jsonl")])
     assert [each.messages for each in conversations] == [(system, USER, ASSISTANT)] * 3
-    assert dropped.total == 2 and "system prompt" in dropped.examples[0]
+    assert dropped.counts.total() == 2 and "system prompt" in dropped.examples[0]

@@ -40,9 +40,10 @@ class MemoryEstimate(L.Callback):
         if stage != "fit" or not trainer.is_global_zero or not isinstance(pl_module, DrafterTraining) or data is None:
             return
         base, drafter = pl_module.base, pl_module.drafter
+        num_trained = sum(weight.numel() for weight in drafter.parameters())
         print(
-            f"training {num_parameters(drafter):,} parameters of {type(drafter).__name__}; "
-            f"the base {base.name} stays frozen ({num_parameters(base.model):,} parameters, {base.model.dtype})"
+            f"training {num_trained:,} parameters of {type(drafter).__name__}; "
+            f"the base {base.name} stays frozen ({base.model.num_parameters():,} parameters, {base.model.dtype})"
         )
         sizes = largest_batches(lengths(data.train_set), data.hparams["batch_size"], data.hparams["max_tokens"])
         device = trainer.strategy.root_device
@@ -173,11 +174,6 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, address: int, num_bytes: int) -> None:
         self._storages.discard(address)
         self.now -= num_bytes
-
-
-def num_parameters(module: nn.Module) -> int:
-    """Return the number of a module's weights."""
-    return sum(weight.numel() for weight in module.parameters())
 
 
 def num_bytes(module: nn.Module, base: Base | None = None) -> float:

@@ -184,7 +184,7 @@ def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, tmp_p
     tokens = torch.randperm(V)
     head = drafter.lm_head.weight[tokens]
     permuted.load_state_dict(drafter.state_dict() | {"draft_tokens": tokens, "lm_head.weight": head})
-    vllm.write(tmp_path, permuted, config, dtype=torch.float32)
+    vllm.write(tmp_path, permuted, config, None, torch.float32)
     weights = load_file(tmp_path / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], drafter.lm_head.weight) and not {"d2t", "t2d"} & weights.keys()
 
@@ -194,7 +194,7 @@ def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, tmp_p
 def test_an_export_is_rounded_to_bfloat16_once(name, base, call, tmp_path):
     drafter, config = build(*KINDS[name], base)
     (tmp_path / "public").mkdir()
-    vllm.write(tmp_path / "public", drafter, config, MASK)
+    vllm.write(tmp_path / "public", drafter, config, MASK, torch.bfloat16)
     weights = load_file(tmp_path / "public" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} <= {torch.bfloat16, torch.int64, torch.bool}
     assert json.loads((tmp_path / "public" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -246,7 +246,7 @@ CTC_FORM = ONE | {"root_everywhere": False, "frames_differ": False}
 )
 def test_a_drafter_that_vllm_cannot_run_is_refused(kind, init_args, message, base, tmp_path):
     with pytest.raises(ValueError, match=message):
-        vllm.write(tmp_path / "a", *build(kind, init_args, base), MASK)
+        vllm.write(tmp_path / "a", *build(kind, init_args, base), MASK, torch.bfloat16)
     assert not (tmp_path / "a").exists()
 
 

@@ -84,11 +84,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 
 
 def write(
-    folder: Path,
-    drafter: LearnedDrafter,
-    config: DrafterConfig,
-    mask_token_id: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype
 ) -> None:
     """Write model.gguf, with matrices in this dtype and the tokenizer of the base, and README.md.
 

@@ -36,18 +36,14 @@ BLANK_LOST = "the blank of CTC is left out: the frames draft one token each, als
 
 
 def write(
-    folder: Path,
-    drafter: LearnedDrafter,
-    config: DrafterConfig,
-    mask_token_id: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype
 ) -> None:
     """Write config.json, model.safetensors and README.md in the format that vLLM reads.
 
     Raises ValueError if vLLM has no method that drafts in the same way. For a block drafter, ``mask_token_id`` is the
     token whose embedding becomes that of the masked frames.
     """
-    method, num_tokens, values, weights = converted(drafter, config, mask_token_id, dtype)
+    method, num_tokens, values, weights = converted(drafter, config, mask_token_id, dtype, "vllm")
     values |= {"dtype": str(dtype).removeprefix("torch.")}
     write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -72,7 +68,7 @@ the base alone, and took as many steps as with the same chain here.
 
 
 def converted(
-    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str = "vllm"
+    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype, format: str
 ) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
     """Return an engine's method, the tokens of a draft, config.json and the weights; ValueError if it has none."""
     shape, name = config.base, config.base_name

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,7 +66,7 @@ def card_header(config: DrafterConfig, license: str | None, *tags: str) -> str:
     """The header of a card and its title. The hub refuses folders and revisions as the name of a base."""
     base, _ = split_revision(config.base_name)
     is_of_hub = REPOSITORY.fullmatch(base) and not Path(find_base(config.base_name)).exists()
-    header = {
+    header: dict[str, Any] = {
         **({"license": safe_line(license)} if license else {}),
         **({"base_model": base} if is_of_hub else {}),
         "library_name": "drafters",

@@ -178,10 +178,8 @@ def read_block(
         init_args["trunk"]["markov_rank"] = left.shape[-1]
     has_confidence = bool(checkpoint.take_all("confidence_head."))
     left_out = ("the confidence head, which only cuts drafts short",) if has_confidence else ()
-    trunk: dict[str, Tensor] = {}
     for prefix in ("fc.", "hidden_norm.", "norm.", "layers."):
-        trunk |= {prefix + name: weight for name, weight in checkpoint.take_all(prefix).items()}
-    weights |= {f"trunk.{name}": weight for name, weight in trunk.items()}
+        weights |= {f"trunk.{prefix}{name}": weight for name, weight in checkpoint.take_all(prefix).items()}
     return PublicDrafter("drafters.Block", init_args, layers.shape, weights, left_out)
 
 

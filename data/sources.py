@@ -64,13 +64,12 @@ def _read_hub(source: str) -> Rows:
     if match is None:
         raise ValueError(f"{source}: expected hub:OWNER/NAME[@REVISION][[:CONFIG]:SPLIT] or hub:OWNER/NAME/FILE")
     name, file, split = match["name"], match["file"], match["split"] or "train"
-    options: dict[str, Any] = {"revision": match["revision"]} if match["revision"] else {}
     try:
         with cached_if_unreachable(name, "README.md", "dataset"):
             if file:
-                path = Path(hf_hub_download(name, file, repo_type="dataset", **options))
+                path = Path(hf_hub_download(name, file, repo_type="dataset", revision=match["revision"]))
             else:
-                rows = load_dataset(name, match["config"], split=split, **options).with_format("arrow")
+                rows = load_dataset(name, match["config"], split=split, revision=match["revision"]).with_format("arrow")
     except Exception as error:  # a missing connection, data set, file, split or permission each raises its own class
         raise ValueError(
             f"{source}: cannot be loaded from the hub ({cause_of(error)}); check the name, go online, or give a file"

@@ -217,11 +217,12 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     check_fit(config, base)
     defaults = recipe.draft_defaults(drafter_class)
     fixed = recipe.training_defaults(drafter_class)
-    fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(config.init_args).items()}
+    trained = {name: value for name, value in config.init_args.items() if name != recipe.DRAFT}
+    fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(trained).items()}
     for key, _ in parts.pairs:
         if key in fixed and key not in defaults:
             has = f"{folder} has {json.dumps(fixed[key])}"
             raise ValueError(f"{key} is fixed by training: {has}; decoding reads {', '.join(defaults)}")
-    trained = config.init_args.get(recipe.DRAFT, {})
-    defaults |= {key: value for key, value in trained.items() if key == "num_nodes"}
+    if "num_nodes" in (draft := config.init_args.get(recipe.DRAFT, {})):
+        defaults["num_nodes"] = draft["num_nodes"]
     return with_draft_options(config, _typed(parts, defaults)) if parts.pairs else config

@@ -265,6 +265,7 @@ def test_a_drafter_of_another_base_tokenizer_or_kind_is_refused(base, config, sa
     assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
     assert "holds a drafters.CTC, not a medusa" in refusal(f"medusa={save(config)}", base)
     assert "num_nodes must be int" in refusal(f"ctc={save(config)}:num_nodes=x", base)
-    assert "ctc takes tree, num_nodes, top_k" in refusal(f"ctc={save(config)}:wings=2", base)
+    for older in (config, replace(config, init_args=config.init_args | {"draft": {"wings": 2}})):
+        assert "ctc takes tree, num_nodes, top_k" in refusal(f"ctc={save(older)}:wings=2", base)
     message = refusal(f"ctc={save(config)}:top_k=0", base)
     assert "top_k must be at least 1" in message and "damaged" not in message

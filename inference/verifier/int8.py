@@ -15,7 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor, nn
 
-from inference.verifier.packed import PackedLinear, large_layers, linear_of
+from inference.verifier.packed import PackedLinear, large_layers, least_rows, linear_of
 
 ZERO = 128  # what stands for 0 in the uint8 rows
 TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # names of layers that read the same states
@@ -113,9 +113,12 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise(activations: Tensor) -> tuple[Tensor, np.ndarray]:
-    """Activations of N tokens (N, in) as uint8 rows (2 N, in), high parts before low ones, and a scale of each (N,)."""
+    """Activations of N tokens (N, in) as uint8 rows (2 N, in), high parts before low ones, and a scale of each (N,).
+
+    Further rows of any values follow where so few take longer, see `least_rows`.
+    """
     num_rows, width = activations.shape
-    rows = np.empty((2 * num_rows, width), np.uint8)
+    rows = np.empty((max(2 * num_rows, least_rows()), width), np.uint8)
     scale = np.empty(num_rows, np.float32)
     _quantise(activations.float().numpy(), rows, scale)
     return torch.from_numpy(rows), scale

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from inference.timing import processor_name
 
 # Numbers of tokens from which on packed weights are faster: one token in float32 is a matrix-vector product.
 PACKED_FROM = {torch.float32: 2, torch.bfloat16: 1}
@@ -18,6 +21,16 @@ LARGE_MODEL = 2**24  # with so many weights, layers down to a sixteenth of that 
 def has_packed_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies by packed weights of this type here: not every CPU has products in bfloat16."""
     return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def least_rows() -> int:
+    """Return the number of rows that products in bfloat16 and in 8 bits have at least; others are added.
+
+    One row of more than 1,024 values in bfloat16 sums in another order than two and more, and a second takes hardly any
+    time on Intel's processors. On AMD's, two rows take longer than four.
+    """
+    return 2 if "Intel" in processor_name() else 4
 
 
 class PackedLinear(nn.Linear):
@@ -59,14 +72,14 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
         dtype = self.weight.dtype
-        is_packed = input.numel() // self.in_features >= PACKED_FROM.get(dtype, sys.maxsize)
+        num_rows = input.numel() // self.in_features
+        is_packed = num_rows >= PACKED_FROM.get(dtype, sys.maxsize)
         if not (is_packed and has_packed_products(dtype)) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
-        # One row of more than 1,024 values sums in another order than two and more; a second takes hardly any time.
-        is_single = input.numel() == self.in_features
-        rows = torch.stack([input, input]) if is_single else input
+        missing = least_rows() - num_rows if dtype is torch.bfloat16 else 0
+        rows = input if missing <= 0 else F.pad(input.reshape(num_rows, -1), (0, 0, 0, missing))
         product = torch.ops.mkldnn._linear_pointwise(rows, self._packed_weight(), self.bias, "none", [], "")
-        return product[0] if is_single else product
+        return product if missing <= 0 else product[:num_rows].view(*input.shape[:-1], -1)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

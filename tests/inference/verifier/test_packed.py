@@ -54,14 +54,17 @@ def test_the_packed_copy_is_used_from_a_few_tokens_on(dtype, expected):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("least", [2, 4])
 @pytest.mark.parametrize("dtype", [BFLOAT16])
-def test_a_token_alone_has_the_bits_of_one_beside_another(dtype):
+def test_a_token_has_the_same_bits_beside_any_number_of_others(dtype, least, monkeypatch):
+    monkeypatch.setattr(module, "least_rows", lambda: least)
     torch.manual_seed(0)
     layer = PackedLinear(torch.nn.Linear(4096, 1024, dtype=dtype))
-    tokens = torch.randn(16, 1, 2, 4096, dtype=dtype)
-    for pair in tokens:
-        alone = torch.cat([layer(pair[:, place : place + 1]) for place in (0, 1)], dim=1)
-        assert torch.equal(alone, layer(pair)) and torch.equal(layer(pair[0, 0]), alone[0, 0])
+    for tokens in torch.randn(16, 1, 6, 4096, dtype=dtype):
+        together = layer(tokens)
+        for number in (1, 2, 3, 5):
+            assert torch.equal(layer(tokens[:, :number]), together[:, :number])
+        assert torch.equal(layer(tokens[0, 0]), together[0, 0])
 
 
 @torch.inference_mode()

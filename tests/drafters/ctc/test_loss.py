@@ -220,7 +220,7 @@ def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(c
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_a_loss_never_holds_the_logits_of_more_than_a_chunk(monkeypatch, objective):
-    """Eight anchors of 2,000 tokens; 600 KB hold the vectors of two anchors."""
+    """Eight anchors of 2,000 tokens; 200 KB hold the vectors of two anchors."""
     num_tokens, generator, held = 2000, torch.Generator().manual_seed(0), []
     frames, head, row = (
         torch.randn(*shape, D, generator=generator).requires_grad_() for shape in ((8, T), (num_tokens,), ())
@@ -230,7 +230,7 @@ def test_a_loss_never_holds_the_logits_of_more_than_a_chunk(monkeypatch, objecti
     labels = torch.randint(num_tokens, (8, U), generator=generator)
     anchored = AnchoredFrames(frames, labels, torch.ones(8, U, dtype=torch.bool))
     options = CTCLossOptions(objective=objective)
-    monkeypatch.setattr(chunks, "MAX_BYTES", 600_000)
+    monkeypatch.setattr(chunks, "MAX_BYTES", 200_000)
     ctc_loss(anchored, head, CTCOutput(row, torch.zeros(())), options)
     assert held == [(2, T)] * 4
 

@@ -37,6 +37,8 @@ class TrunkOptions:
             or a larger number for all heads. With fewer, the cache of a draft is smaller and a draft over it faster.
         intermediate_size: Width of the feed-forward networks; null for the base's. Most of a drafter's weights are
             there: with 1,536 instead of 4,864 one for Qwen2.5-Coder-0.5B has 24 instead of 42 MB in bfloat16.
+        fusion_rank: Rank of the projection that fuses the hidden states; null for full rank. Only keys and values read
+            what it fuses, so with few ``num_key_heads`` most of a full projection's weights have little to say.
         llama_layer: Take the draft module of the CTC paper, one LLaMA layer over the last hidden states themselves and
             the frames behind them, instead of DFlash's: no projection, no norms but the layer's own, ``causal``, and
             the last hidden state in the input of every frame. It cannot be served by vLLM.
@@ -65,6 +67,7 @@ class TrunkOptions:
     num_layers: int = 1
     num_key_heads: int | None = None
     intermediate_size: int | None = None
+    fusion_rank: int | None = None
     llama_layer: bool = False
     hidden_layers: Sequence[int] = (-1,)
     tokens_in_context: bool = False
@@ -82,13 +85,15 @@ class TrunkOptions:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
-        check_at_least(1, num_key_heads=self.num_key_heads or 1, intermediate_size=self.intermediate_size or 1)
+        for name in ("num_key_heads", "intermediate_size", "fusion_rank"):
+            check_at_least(1, **{name: getattr(self, name) or 1})
         if self.copy and not self.lookup:
             raise ValueError("copy needs a lookup, which finds what is copied: set lookup to true")
-        if self.llama_layer and (self.num_layers > 1 or len(self.hidden_layers) != 1 or self.tokens_in_context):
+        fuses = len(self.hidden_layers) != 1 or self.tokens_in_context or self.fusion_rank
+        if self.llama_layer and (self.num_layers > 1 or fuses):
             raise ValueError(
                 "llama_layer is one layer over the states of one base layer: set num_layers to 1, "
-                "hidden_layers to [-1] and tokens_in_context to false"
+                "hidden_layers to [-1], tokens_in_context to false and fusion_rank to null"
             )
 
 
@@ -177,7 +182,8 @@ class ParallelDrafter(CachingDrafter):
         if trunk.llama_layer:
             self.trunk: Trunk = AttentionDraftModule(shape, num_key_heads)
         else:
-            self.trunk = Trunk(shape, trunk.num_layers, len(layers), trunk.tokens_in_context, num_key_heads)
+            fused = len(layers), trunk.tokens_in_context
+            self.trunk = Trunk(shape, trunk.num_layers, *fused, num_key_heads, trunk.fusion_rank)
         num_embeddings = trunk.num_frames if trunk.frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self.lookup = Lookup(base, trunk.num_frames, first_frame, trunk.copy) if trunk.lookup else None

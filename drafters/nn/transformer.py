@@ -151,10 +151,14 @@ class Trunk(nn.Module):
         num_fused: int,
         reads_tokens: bool = False,
         num_key_heads: int | None = None,
+        fusion_rank: int | None = None,
     ) -> None:
         super().__init__()
         self.rotary = RotaryEmbedding(shape)
-        self.fc = nn.Linear((num_fused + reads_tokens) * shape.hidden_size, shape.hidden_size, bias=False)
+        num_inputs, size = (num_fused + reads_tokens) * shape.hidden_size, shape.hidden_size
+        self.fc: nn.Module = nn.Linear(num_inputs, fusion_rank or size, bias=False)
+        if fusion_rank:
+            self.fc = nn.Sequential(self.fc, nn.Linear(fusion_rank, size, bias=False))
         self.token_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps) if reads_tokens else None
         self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.layers = nn.ModuleList(TrunkLayer(shape, num_key_heads) for _ in range(num_layers))

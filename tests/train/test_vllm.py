@@ -155,6 +155,13 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_impo
         torch.testing.assert_close(dict(again.state_dict()), dict(expected), rtol=0, atol=0)
 
 
+def test_a_fusion_of_low_rank_is_written_as_one_matrix(base, tmp_path):
+    drafter, config = build(Block, {"trunk": TRUNK | {"fusion_rank": 6}, "draft": CHAIN}, base)
+    weight = written(tmp_path, drafter, config)[1]["fc.weight"]
+    states = torch.randn(5, weight.shape[1])
+    torch.testing.assert_close(states @ weight.T, drafter.trunk.fc(states), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("factors", ["own", "base"])
 @torch.no_grad()
 def test_a_ctc_drafter_is_written_as_the_chain_of_its_frames_without_their_blank(factors, base, call, tmp_path, capsys):

@@ -99,6 +99,8 @@ def block_weights(drafter: Block, base: Base, mask_token_id: int, dtype: torch.d
     vLLM's DSpark always adds a bias: a drafter without one gets a zero bias of rank 1. The LM head is the base's.
     """
     trunk = drafter.trunk.state_dict()
+    if "fc.1.weight" in trunk:  # a projection of low rank
+        trunk["fc.weight"] = trunk.pop("fc.1.weight") @ trunk.pop("fc.0.weight")
     embedding = base.base_weights.embedding.detach().to(dtype, copy=True)
     embedding[mask_token_id] = drafter.frame_embedding.detach()[0].to(embedding)
     zero = torch.zeros(drafter.vocab_size, 1)

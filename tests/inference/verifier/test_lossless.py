@@ -82,7 +82,8 @@ LEARNED = {  # class, recipe, and options of the draft tree that change no weigh
     "ctc, llama layer": (drafters.CTC, CTC | {"llama_layer": True}, {}),
     "ctc_deep": (
         drafters.CTC,
-        CTC | {"num_layers": 2, "hidden_layers": [0, 1, -1], "num_key_heads": 2, "intermediate_size": 8},
+        CTC
+        | {"num_layers": 2, "hidden_layers": [0, 1, -1], "num_key_heads": 2, "intermediate_size": 8, "fusion_rank": 5},
         {},
     ),
     "block": (drafters.Block, {"num_frames": 4, "markov_rank": 2, "num_nodes": 9, "top_k": 5}, {}),

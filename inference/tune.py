@@ -28,6 +28,7 @@ from inference.evaluate.intervals import quotient
 from inference.evaluate.own_loop import answer_questions
 from inference.options import ModelOptions, SamplingOptions, SearchOptions, TuneQuestions
 from inference.runs import fingerprint, folder_above, progress_bars
+from inference.timing import machine_name
 from inference.verifier.base import Base, resolve_device
 from inference.verifier.graphed import make_runner
 from inference.verifier.layer_skipping import default_skips, sublayers
@@ -70,7 +71,8 @@ def tune(
         "base": [model.base, fingerprint(find_base(model.base))],
         "questions": short_hash(json.dumps([prompt for part in selected for prompt in part.prompts])),
         "decoding": [max_new_tokens, *vars(sampling).values()],
-        "machine": [model.dtype, base.model.device.type, torch.get_num_threads()],
+        "machine": [machine_name(base.model.device.type), torch.get_num_threads()],
+        "forward": [model.dtype, model.forward, model.bitwise],
     }
     decoding = make_runner(base), questions, selection.template, max_new_tokens, sampling.sampler()
     tuner = Tuner(*decoding, drafter, search.objective, folder, settings)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from optuna import get_all_study_names
 
 from inference import drafter_specs, tune
 from inference.options import SearchOptions
@@ -248,6 +249,12 @@ def test_the_gaussian_process_finds_the_best_of_64_sets_of_sublayers_in_12_trial
     search = SearchOptions(["skips"], "gp", trials=12, objective="acceptance_length", search_seed=1)
     best, *_ = tune.run(tmp_path / "study.db", space, tuner, search)
     assert best["options"] == {name: gain > 0 for name, gain in gains.items()}
+
+
+def test_what_was_measured_in_another_way_is_measured_again(folder, tmp_path):
+    for forward in ("eager", "packed"):
+        run(folder, tmp_path, "anpd", "num_draft=2", more=["--forward", forward])
+    assert len(get_all_study_names(f"sqlite:///{tmp_path}/study.db")) == 2
 
 
 def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_base):

@@ -53,6 +53,6 @@ def _method(content: GGUFReader) -> tuple[str, int]:
 
 def _field(content: GGUFReader, name: str) -> Any:
     """A field by its name, or by its name behind that of the architecture; None if there is none."""
-    architecture = content.fields["general.architecture"].contents()
-    field = content.fields.get(name) or content.fields.get(f"{architecture}.{name}")
+    architecture = content.fields.get("general.architecture")
+    field = content.fields.get(name) or (architecture and content.fields.get(f"{architecture.contents()}.{name}"))
     return field and field.contents()

@@ -178,9 +178,10 @@ def test_the_line_that_starts_llama_cpp_is_printed_for_a_base_that_fits(base, ca
 
 
 @pytest.mark.slow
-def test_the_overlay_for_llama_cpp_trains_what_the_format_holds(call, tmp_path):
-    """The recipe of SmolLM2 has all that the format refuses: a lookup, copies, fewer tokens, a window."""
-    configs = [word for name in ("smollm2", "ctc_served", "debug") for word in ("--config", f"{name}.yaml")]
+@pytest.mark.parametrize("recipe", ["smollm2", "ctc"])
+def test_the_overlay_for_llama_cpp_trains_what_the_format_holds(recipe, call, tmp_path):
+    """The recipe of SmolLM2 has a lookup, copies, fewer tokens, a window; the paper's reads the last states."""
+    configs = [word for name in (recipe, "ctc_served", "debug") for word in ("--config", f"{name}.yaml")]
     short = ["--trainer.max_steps", 1, "--trainer.val_check_interval", 1, "--trainer.logger", "false"]
     call(run_lightning, "fit", *configs, *short, "--trainer.default_root_dir", tmp_path).succeeded()
     export = "export", tmp_path / "checkpoints" / "best.ckpt", tmp_path / "gguf", "--format", "gguf"
@@ -261,6 +262,12 @@ def test_other_files_are_refused_in_one_line(base, call, tmp_path):
         writer.close()
         return path
 
+    writer = gguf.GGUFWriter(path := tmp_path / "empty.gguf", "llama")
+    writer.kv_data[0].clear()
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    serve = "serve-command", path, "--engine", "llama.cpp", "--base", path
+    assert "export the drafter again" in call(run_drafters, *serve).one_line_error("drafters")
     assert "it holds a model llama; read are dflash and eagle3" in refusal(write("llama"))
     assert "no drafter here has dflash.selector_rank" in refusal(write("dflash", selector_rank=3))
     assert "fc.weight is quantised (Q8_0): convert the drafter in 16 bits" in refusal(write("dflash", block_count=1))

@@ -75,6 +75,8 @@ def _new_page(out: str | None, formats: Sequence[Format], overwrite: bool) -> Pa
     if out is None:
         return None
     page = new_file(out, overwrite)
-    for kind in formats:
-        new_file(str(tables.table_path(page, kind)), overwrite)
+    for path in (tables.table_path(page, kind) for kind in formats):
+        if path == page:
+            raise ValueError(f"--out {out} names the page and a table: end it in .html")
+        new_file(str(path), overwrite)
     return page

@@ -41,6 +41,8 @@ def regenerate(
     if answers.num_answers > 1 and not sampling.temperature:
         raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
     path = new_file(out, overwrite, files)
+    if out.endswith(".json"):
+        raise ValueError(f"--out {out} has a record on each line, but .json files are read whole: name it {out}l")
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     if files:
         print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)

@@ -313,6 +313,16 @@ def test_what_a_command_reads_is_not_replaced_by_what_it_writes(line, said, call
     assert contents(tmp_path) == before
 
 
+def test_records_are_not_written_under_a_name_that_is_read_whole(call, tiny, tmp_path):
+    words = "regenerate", "--base", tiny, "--files", "embedded:2", "--out", tmp_path / "own.json"
+    assert f"name it {tmp_path}/own.jsonl" in call(run_drafters, *words).one_line_error("drafters")
+
+
+def test_a_page_is_not_replaced_by_its_table(call, tmp_path):
+    words = "report", "nowhere", "--out", tmp_path / "page.md", "--format", "md"
+    assert "names the page and a table: end it in .html" in call(run_drafters, *words).one_line_error("drafters")
+
+
 @pytest.mark.slow
 def test_a_second_process_is_told_who_writes_to_its_place(call, write_recipe, tmp_path):
     place = tmp_path / "held"

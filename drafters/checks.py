@@ -31,9 +31,12 @@ def check_choices(options: object) -> None:
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:
-    """Return five base layers that are evenly spaced from 2 to L - 2, such as 2, 9, 16, 23 and 30 of 32."""
-    step = -(-(num_layers - 4) // 4)
-    return tuple(min(2 + place * step, num_layers - 6 + place) for place in range(5))
+    """Return five base layers that are evenly spaced from 2 to L - 2, such as 2, 9, 16, 23 and 30 of 32.
+
+    Of fewer than eight layers they are neighbours from L - 6 or 0 on.
+    """
+    step, last = max(-(-(num_layers - 4) // 4), 1), max(num_layers - 6, 0)
+    return tuple(min(2 + place * step, last + place) for place in range(min(5, num_layers + 1)))
 
 
 def check_hidden_layers(layers: Sequence[int], base: BaseShape) -> None:

@@ -278,7 +278,7 @@ class AnswerOptions:
         limit: Maximum number of conversations; by default all.
         max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
         max_length: Maximum number of tokens of a conversation; by default the context length of the base.
-        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
+        num_answers: Answers to each conversation, sampled with different seeds.
         batch_size: Maximum number of prompts decoded together. An interrupted run loses at most this many answers.
         max_tokens: Maximum number of tokens of the prompts that the base reads together, padding included, so that long
             prompts are decoded in small batches. A server gets whole ones.

@@ -97,7 +97,8 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
     if is_initial:
         ranked = 2 * counts
         ranked[tokens.cpu()] += 1  # of equally frequent tokens, its own come first
-    sizes = {size for weight in drafter.parameters() for size in weight.shape}
+    own = (weight for name, weight in drafter.named_parameters() if name.startswith(("lm_head.", "markov.")))
+    sizes = {size for weight in own for size in weight.shape}
     if not is_initial or not sizes & {len(tokens), len(tokens) + 1}:  # with the blank of CTC
         special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
         kept = base.eos | {token for token in special if token < len(counts) and counts[token] > 0}

@@ -196,8 +196,8 @@ def show(parts: dict[str, float], size: tuple[int, int], available: int | None) 
     if available and total > 0.95 * available:
         console.print(
             "That is more than there is: lower data.batch_size (and raise trainer.accumulate_grad_batches), "
-            "data.max_length or the drafter's num_anchors, or pass --model.activation_checkpointing true or "
-            "--model.base_dtype nf4"
+            "data.max_length or the drafter's num_anchors, or pass --model.base_dtype nf4 or, for CTC and block, "
+            "--model.activation_checkpointing true"
         )
 
 

@@ -26,9 +26,9 @@ class LinearHeads(LearnedDrafter):
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         total = batch.hidden.new_zeros(())
         for distance, head in enumerate(self.heads, 1):  # labels[p] is the base's own token after position p
-            mask = batch.loss_mask[:, distance:]
-            logits = head(batch.hidden[:, :-distance])[mask] @ base_weights.head.T
-            summed = nn.functional.cross_entropy(logits.float(), batch.labels[:, distance:][mask], reduction="sum")
+            mask = batch.loss_mask[:, distance + 1 :]  # whether the token that a label stands for is the assistant's
+            logits = head(batch.hidden[:, : -distance - 1])[mask] @ base_weights.head.T
+            summed = nn.functional.cross_entropy(logits.float(), batch.labels[:, distance:-1][mask], reduction="sum")
             total = total + summed / batch.divisor(mask.sum())  # the divisor counts the terms of all processes
         return total, {}
 

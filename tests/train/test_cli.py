@@ -25,7 +25,7 @@ from train.cli import (
 )
 
 NAMES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
-OVERLAYS = "debug.yaml", "ctc_served.yaml"
+OVERLAYS = "debug.yaml", "ctc_served.yaml", "qwen_coder_1.5b.yaml"
 WHOLE = [name for name in NAMES if name not in OVERLAYS and not name.startswith("strategy/")]
 
 

@@ -368,6 +368,8 @@ def test_a_full_disk_loses_nothing(line, call, trained, tiny, tmp_path):
 @pytest.mark.slow
 def test_the_checkpoints_of_a_training_are_kept_on_a_full_disk(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=1, limit_val_batches=0)
+    caching = "--config", write_recipe(tmp_path / "caching", max_steps=1)  # the tokens of the text, if no test has
+    assert call(run_lightning, "fit", *caching).code == 0
     with full_disk(4000):
         line = call(run_lightning, "fit", "--config", config).one_line_error("lightning")
     said = "could not be written (file too large), and what was there before is kept: make room, then go on with --ckpt"

@@ -38,7 +38,8 @@ class TrunkOptions:
         intermediate_size: Width of the feed-forward networks; null for the base's. Most of a drafter's weights are
             there: with 1,536 instead of 4,864 one for Qwen2.5-Coder-0.5B has 24 instead of 42 MB in bfloat16.
         fusion_rank: Rank of the projection that fuses the hidden states; null for full rank. Only keys and values read
-            what it fuses, so with few ``num_key_heads`` most of a full projection's weights have little to say.
+            what it fuses, and with few ``num_key_heads`` they are narrower. With 320 and feed-forward networks of 512
+            a drafter for Qwen2.5-Coder-1.5B has 28 MB in bfloat16, where 1,536 alone leave 59.
         llama_layer: Take the draft module of the CTC paper, one LLaMA layer over the last hidden states themselves and
             the frames behind them, instead of DFlash's: no projection, no norms but the layer's own, ``causal``, and
             the last hidden state in the input of every frame. It cannot be served by vLLM.

@@ -61,8 +61,8 @@ def run(
         _, of_drafter, cause = str(error).rpartition("callable class: ")
         if of_drafter and "does not accept option" in cause:  # jsonargparse keeps options when the class changes
             cause += " (for another drafter than the recipe's, first give a config with model: {drafter: null})"
-        help = "lightning fit --help lists every key, --model.drafter.help CLASS a drafter's options"
-        raise ValueError(f"{cause} ({help})") from error
+        hint = "lightning fit --help lists every key, --model.drafter.help CLASS a drafter's options"
+        raise ValueError(f"{cause} ({hint})") from error
 
 
 class DrafterCLI(LightningCLI):

@@ -91,7 +91,12 @@ class Server:
         )
 
     def complete(self, question: Question, messages: list[Message], prompt: Sequence[int], max_new_tokens: int) -> Turn:
-        """Write the next turn greedily, as a stream."""
+        """Write the next turn greedily, as a stream; raises ValueError if the server cannot take the prompt."""
+        if len(prompt) >= self.context_length:
+            raise ValueError(
+                f"{self.client.root} takes {self.context_length} tokens, and question {question.question_id} has "
+                f"{len(prompt)}: choose other questions with --rows, or give the server a longer context"
+            )
         if self.is_chat and (question.is_raw or question.tools):
             raise ValueError(f"{self.client.root} knows only chats: choose questions without raw prompts and tools")
         system = [{"role": "system", "content": question.system}] if question.system else []
@@ -210,8 +215,10 @@ class Servers:
             for place, (drafter, runs) in enumerate(missing.items()):
                 log = (files.folder or Path(scratch)) / "logs" / f"{place}.log"
                 for server, group in self._servers(drafter, runs, launches.get(drafter), log):
-                    first = self.prompts[group[0].benchmark]
-                    server.probe(first.questions[0], first.prompts[0])
+                    parts = [self.prompts[run.benchmark] for run in group]
+                    pairs = [pair for part in parts for pair in zip(part.questions, part.prompts, strict=True)]
+                    question, longest = max(pairs, key=lambda pair: len(pair[1]))  # so all others fit, too
+                    server.probe(question, longest[::-1])  # no prompt is known before its turn
                     note = f"{drafter} sends no token ids: they are encoded again from its texts, so that an equal "
                     files.add_event({"note": "" if server.sends_ids else f"{note}answer may count as another"})
                     for run in group:
@@ -286,7 +293,7 @@ class Servers:
         """Answer all questions of a run."""
         selected, cap, answers = self.prompts[run.benchmark], self.conditions.caps[run.benchmark], list[Answer]()
         with ThreadPoolExecutor(run.concurrency) as pool:
-            # The first steps of an engine, and those of each batch size, are slow; no prompt is known before its turn.
+            # The first steps of an engine, and those of each batch size, are slow.
             warm = zip(selected.questions[: run.concurrency], selected.prompts, strict=False)
             hello = [user_message("Hi")]
             list(pool.map(lambda pair: server.complete(pair[0], hello, pair[1][::-1], WARM_UP_TOKENS), warm))

@@ -49,7 +49,10 @@ class Engine(Handler):
         if self.path == "/metrics" and "no metrics" not in own.kind:
             return self.reply(200, METRICS.format(**own.counts))
         models = json.dumps(
-            {"object": "list", "data": [{"id": "toy", "object": "model", "created": 1, "owned_by": "x"}]}
+            {
+                "object": "list",
+                "data": [{"id": "toy", "object": "model", "created": 1, "owned_by": "x"} | own.limits],
+            }
         )
         return self.reply(200, models) if self.path == "/v1/models" else self.reply(404, "{}")
 
@@ -90,6 +93,7 @@ def running(base, drafter="none", kind=""):
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Engine)) as own:
         own.base, own.kind, own.lock, own.keys = base, kind, threading.Lock(), set()
         own.session = drafter_specs.make_session(drafter, Runner(base), Greedy())
+        own.limits = {"max_model_len": 4} if "short" in kind else {}
         own.counts, own.num_asked, own.num_good = {"drafts": 0, "drafted": 0, "accepted": 0}, 0, 10**9
         own.url = f"http://127.0.0.1:{own.server_port}/v1"
         yield own
@@ -199,6 +203,7 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(base, words
     [
         (["--server", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer (ConnectError)"),
         (["--server", "@denies"], "refuses (HTTP 401 Unauthorized): set the variable OPENAI_API_KEY"),
+        (["--server", "@short"], "takes 4 tokens, and question 1 has "),
         (["--server", "localhost:8000"], "--server must look like http://localhost:8000/v1, not 'localhost:8000'"),
         (["--server", "http://a", "--server", "http://a"], "two servers have one name: write --server NAME=URL"),
         (["--server", "http://a", "--drafter", "anpd"], "which have drafters of their own"),
@@ -217,8 +222,9 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(base, words
 def test_mistakes_are_explained_in_one_line_without_the_key(options, message, base, words, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-of-mine")
     monkeypatch.setattr(server, "installed_vllm", lambda: ("", ""))
-    with running(base, kind="denies") as own, pytest.raises(SystemExit) as stopped:
-        options = [option.replace("@denies", own.url) for option in options]
+    kind = "short" if "@short" in options else "denies"
+    with running(base, kind=kind) as own, pytest.raises(SystemExit) as stopped:
+        options = [option.replace(f"@{kind}", own.url) for option in options]
         main([*words, *options, *([] if "--concurrency" in options else ["--concurrency", "1"])])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and message in error and "secret" not in error and "Traceback" not in error

@@ -23,6 +23,7 @@ from drafters.checks import check_at_least
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.evaluate.answers import Answer
+from inference.evaluate.conditions import drafter_fingerprint
 from inference.evaluate.figures import summarise
 from inference.evaluate.intervals import quotient
 from inference.evaluate.own_loop import answer_questions
@@ -173,8 +174,8 @@ class Tuner:
 
     def key(self, params: Params) -> str:
         """Everything that a measurement depends on."""
-        file = params.get(FILE) or drafter_specs.split(self.drafter).file
-        files = fingerprint(file and drafter_specs.drafter_folder(str(file)))
+        named, values = drafter_specs.split(self.drafter), _texts(params)
+        files = drafter_fingerprint(values.pop(FILE, named.file), [*named.pairs, *values.items()])
         return json.dumps([self.settings, self.drafter, sorted(params.items()), files])
 
     def spec(self, params: Params) -> str:

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -112,12 +112,16 @@ def drafter_conditions(specs: Sequence[str]) -> dict[str, DrafterConditions]:
     conditions = {}
     for name, spec in labels.items():
         parts = drafter_specs.split(spec)
-        files = [str(drafter_specs.drafter_folder(parts.file))] if parts.file else []
-        for option, value in parts.pairs:
-            files += value.split("+") if option in FILE_OPTIONS else []
-        prints = "+".join(filter(None, map(fingerprint, files)))
-        conditions[name] = DrafterConditions(spec, prints)
+        conditions[name] = DrafterConditions(spec, drafter_fingerprint(parts.file, parts.pairs))
     return conditions
+
+
+def drafter_fingerprint(file: str | None, options: Iterable[tuple[str, str]]) -> str:
+    """The fingerprints of the file of a drafter and of those that its options name, joined by ``+``."""
+    files = [str(drafter_specs.drafter_folder(file))] if file else []
+    for option, value in options:
+        files += value.split("+") if option in FILE_OPTIONS else []
+    return "+".join(filter(None, map(fingerprint, files)))
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,15 @@ def test_what_was_measured_in_another_way_is_measured_again(folder, tmp_path):
     assert len(get_all_study_names(f"sqlite:///{tmp_path}/study.db")) == 2
 
 
+@pytest.mark.parametrize("in_space", [False, True])
+def test_what_was_measured_with_another_file_of_an_option_is_measured_again(in_space, tmp_path):
+    file = tmp_path / "static.json"
+    drafter, params = ("medusa", {"static": str(file)}) if in_space else (f"medusa:static={file}", {})
+    tuner = Tuner(*[None] * 5, drafter, "speedup", tmp_path, {})
+    keys = {tuner.key(params) for text in ("[[0]]", "[[0]]", "[[0], [1]]") if file.write_text(text)}
+    assert len(keys) == 2
+
+
 def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_base):
     space = read_space(["skips"], "self_speculative", make_base(layers=3))
     nothing, default = first_trials(space, SearchOptions([], "gp"))

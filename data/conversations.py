@@ -4,11 +4,12 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from data.files import MALFORMED, check_encodable
 from data.sources import is_text, paragraphs, read_rows, text_paths
@@ -35,6 +36,7 @@ IN_LOSS = "weight", "loss", "train"  # of OpenAI, ms-swift and axolotl: 0 or fal
 FOLLOWING = {"": "user", "user": "assistant", "call": "tool", "tool": "tool assistant", "answer": "user tool"}
 NUM_EXAMPLES, NUM_REASONS = 3, 12  # places that are listed of each reason, and reasons or columns that are listed
 
+P, T = ParamSpec("P"), TypeVar("T")
 Message = Mapping[str, Any]  # as chat templates read it: role, content, and what else it holds
 
 
@@ -131,6 +133,20 @@ def load_conversations(
     return conversations, dropped
 
 
+def _not_too_deep(read: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that reads JSON values raise ValueError where they are nested too deeply."""
+
+    @wraps(read)
+    def refuse(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return read(*arguments, **options)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+
+    return refuse
+
+
+@_not_too_deep
 def parse(
     record: object, index: int, requires_answers: bool = True, unread: Counter[str] | None = None
 ) -> Conversation:
@@ -196,6 +212,7 @@ def _check_order(messages: Sequence[Message], requires_answers: bool) -> None:
             raise ValueError("an assistant turn is empty")
 
 
+@_not_too_deep
 def parse_chat(turns: Sequence, tools: Sequence) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
     """Return messages and tools of OpenAI's API as chat templates read them, with all else that the messages hold."""
     turns = [_object(turn, "a message is not a JSON object") for turn in turns]
@@ -263,10 +280,14 @@ def _take_columns(record: dict) -> dict[str, Any]:
         held = [name for name in names if name in record]
         if kind == "turns":
             held = [name for name in held if isinstance(record[name], list) or str(record[name]).startswith("[")]
-        if held and not (columns.get("turns") and kind in ("question", "context", "answer", "history")):
+        is_read = not columns.get("turns") or kind not in ("question", "context", "answer", "history")
+        if isinstance(columns.get("question"), list) and kind in ("context", "history"):
+            is_read = False  # TRL's have a prompt and a completion
+        if held and is_read:
             name = next((name for name in held if record[name]), held[0])
             columns["calls" if name == "answers" else kind] = value = record.pop(name)
             if name == "data":  # questions and answers in turn
+                value = _from_json(value, "`data` is not JSON")
                 columns[kind] = [value[place : place + 2] for place in range(0, len(value), 2)]
     return columns
 
@@ -278,11 +299,14 @@ def _turns(columns: dict[str, Any]) -> list:
         return _exchanges(turns) or turns
     if isinstance(question, list):  # TRL: the messages of the prompt, and those of the completion
         return [*question, *(answer if isinstance(answer, list) else _exchanges([[None, answer]]))]
-    messages = _exchanges(columns.get("history") or [])
-    if columns.get("history") and not messages:
+    history = _from_json(columns.get("history"), "history is not JSON")
+    messages = _exchanges(history)
+    if history and not messages:
         raise ValueError("history is not a list of exchanges, such as [question, answer]")
     if question is not None or context is not None:
-        parts = [part for part in (question, context) if isinstance(part, str) and part]
+        parts = [part for part in (question, context) if part not in (None, "", [], {})]
+        if not all(isinstance(part, str) for part in parts) or isinstance(answer, list):
+            raise ValueError("its question, context or answer is not a text")
         messages += _exchanges([["\n\n".join(parts) if parts else question, answer]])
     if not messages:
         raise ValueError("no turns: neither `conversations` nor `messages` holds any")
@@ -319,7 +343,9 @@ def _message(turn: Any) -> tuple[dict[str, Any], bool]:
         if not isinstance(reasoning, str | None):
             raise ValueError("the reasoning of a turn is not a text")
         message |= dict.fromkeys(REASONING, reasoning) if reasoning else {}
-        calls = turn.get("tool_calls") or turn.get("function_call")
+        calls = _from_json(turn.get("tool_calls"), "tool_calls is not JSON") or turn.get("function_call")
+        if isinstance(calls, dict) and not any(calls.values()):  # what a table fills up
+            calls = None
         if speaker == "function_call":
             calls, message["content"] = _from_json(content, "a call of a function is not JSON"), ""
         if calls:
@@ -359,7 +385,7 @@ def _tool_calls(calls: list) -> list[dict[str, Any]]:
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Return definitions of tools in OpenAI's form."""
-    tools = _from_json(tools or [], "tools is not JSON") if isinstance(tools, str) else _without_nulls(tools or [])
+    tools = (_from_json(tools, "tools is not JSON") if isinstance(tools, str) else _without_nulls(tools)) or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
     return tuple({"type": "function", "function": tool} if "name" in tool else tool for tool in tools)

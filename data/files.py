@@ -61,7 +61,7 @@ def cause_of(error: BaseException) -> str:
 
 def open_bytes(path: str | Path) -> BinaryIO:
     """Open a file for reading; it is decompressed if its name ends in .gz."""
-    return cast(BinaryIO, gzip.open(path) if str(path).endswith(".gz") else open(path, "rb"))
+    return cast(BinaryIO, gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb"))
 
 
 def read_json(path: str | Path, remedy: str = "") -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 5  # part of the cache key: raise it when `encode` or the columns change
+FORMAT_VERSION = 6  # part of the cache key: raise it when `encode` or the columns change
 
 
 def describe(rows: Dataset) -> str:

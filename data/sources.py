@@ -87,8 +87,8 @@ def _read_file(source: str, path: Path) -> Rows:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix of a file, without .gz."""
-    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+    """Return the suffix of a file in small letters, without .gz."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
 def _json_lines(source: str, path: Path) -> Rows:
@@ -147,7 +147,7 @@ def _numbered(records: Iterable[object]) -> Rows:
 
 def is_text(path: Path) -> bool:
     """Whether a file holds plain text and no records."""
-    return kind_of(path) not in (".jsonl", ".json", ".parquet")
+    return kind_of(path) not in (".jsonl", ".ndjson", ".json", ".parquet")
 
 
 def text_paths(files: Sequence[str]) -> list[Path]:
@@ -166,7 +166,7 @@ def paragraphs(file: str, path: Path) -> Iterator[str]:
     with reading(file, AGAIN), open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             with reading(f"{file} line {number}", "convert the file"):
-                text = line.decode("utf-8")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
             if text.strip():
                 paragraph.append(text)
             else:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache, partial
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def with_date(name: str, tokenizer: PreTrainedTokenizerBase, stored: str = "") -
         return stored
     if not name.startswith("tokenizer") or ":date=" in name or not tokenizer.chat_template:
         return name
-    return f"{name}:date={date.today()}" if TODAY.search(tokenizer.get_chat_template()) else name
+    return f"{name}:date={date.today()}" if TODAY.search(resolve_template(name, tokenizer)) else name
 
 
 def template_hash(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -164,8 +164,9 @@ def encode(
             )
         if max(recorded.input_ids) >= len(tokenizer):
             raise ValueError("input_ids holds tokens that the tokenizer does not know")
-        ids, mask = recorded.input_ids.tolist(), recorded.loss_mask.tolist()
-    elif "{% generation" in text or "{%- generation" in text:
+        return recorded.input_ids.tolist()[:max_length], recorded.loss_mask.tolist()[:max_length]
+    _check_shown(messages, tokenizer, text, tools)
+    if "{% generation" in text or "{%- generation" in text:
         encoded = _apply(messages, tokenizer, text, tools, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
         if conversation.not_learned:
@@ -175,6 +176,27 @@ def encode(
         learned = frozenset(range(len(messages))) - conversation.not_learned
         ids, mask = mask_without_marks(messages, tokenizer, text, tools, learned)
     return ids[:max_length], mask[:max_length]
+
+
+def _check_shown(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str, tools: list | None
+) -> None:
+    """Raise ValueError if a template leaves out a call of a tool, or what a tool returned."""
+    changed = json.loads(json.dumps(messages, default=str))
+    calls, results = _functions_called(changed), [message for message in changed if message["role"] == "tool"]
+    if not calls and not results:
+        return
+    said = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    called, returned = islice((character for character in PRIVATE_USE if character not in said), 2)
+    for call in calls:
+        call["name"] = called
+    for result in results:
+        result["content"] = returned
+    shown = str(_apply(changed, tokenizer, template, tools, tokenize=False))
+    if shown.count(called) < len(calls):
+        raise ValueError("the chat template leaves out a tool call")
+    if shown.count(returned) < len(results):
+        raise ValueError("the chat template leaves out what a tool returned")
 
 
 def _apply(
@@ -205,16 +227,18 @@ def _apply(
 def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) -> list[Message]:
     """Return messages with the arguments of their tool calls as a template reads them: objects, or else JSON texts."""
     objects, texts = deepcopy(list(messages)), deepcopy(list(messages))
-    calls = _functions_called(objects)
-    for call, same_in_texts in zip(calls, _functions_called(texts), strict=True):
+    for call, same_in_texts in zip(_functions_called(objects), _functions_called(texts), strict=True):
         arguments = call.get("arguments", {})
         is_text = isinstance(arguments, str)
         call["arguments"] = json.loads(arguments) if is_text else arguments
         same_in_texts["arguments"] = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
     with suppress(*TEMPLATE_ERRORS):
-        text = render(objects)
-        # A template that takes them for a text may write an object as Python does.
-        if not any(call["arguments"] and str(call["arguments"]) in text for call in calls):
+        render(objects)
+        # A template that takes them for a text may write an object as Python does, here one that no message quotes.
+        others, stand_in = deepcopy(objects), {PRIVATE_USE[0]: 1}
+        for call in _functions_called(others):
+            call["arguments"] = stand_in
+        if str(stand_in) not in render(others):
             return objects
     return texts
 
@@ -247,7 +271,7 @@ def mask_without_marks(
     ends = [end for _, end in encoded["offset_mapping"]]
     for start, end in (place for turn, place in answers.items() if turn in turns):
         answer = range(bisect_right(ends, start), bisect_right(ends, end))
-        last = next((place for place in reversed(answer) if ids[place] in texts.ends), end)
+        last = next((place for place in reversed(answer) if ids[place] in texts.ends), len(ids))
         for place in answer:
             # Anything the template writes after the end of the turn, such as a line break, is not part of the answer.
             mask[place] = int(place <= last)
@@ -279,13 +303,6 @@ class _RenderedTexts:
         self.whole, self.ends = self._text(messages), list(end_tokens(tokenizer, template))
         used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
         self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
-        # A template must write the name of each tool that is called, wherever it is called.
-        renamed = json.loads(json.dumps(messages, default=str))
-        calls = _functions_called(renamed)
-        for call in calls:
-            call["name"] = self.stand_in
-        if calls and self._text(renamed).count(self.stand_in) < len(calls):
-            raise ValueError("the chat template leaves out a tool call")
 
     def _text(self, messages: Sequence[Message], is_prompt: bool = False) -> str:
         return _apply(list(messages), self.tokenizer, self.template, self.tools, is_prompt, tokenize=False)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from textwrap import dedent
 
 from data.benchmarks.question import Benchmark, Checks, ProgramRunner, Question, Style, fill, text
 
@@ -67,13 +68,16 @@ def program(question: Question, text: str) -> str:
     """Return the program of an answer: the prefix that it continues, its code, and the tests.
 
     If the answer has fenced code blocks, its code is the first block that defines the required function, or else the
-    first block.
+    first block. A fence in an answer that continues code ends it.
     """
     assert question.checks is not None, f"question {question.question_id} has no tests"
     prefix, entry_point = question.checks.prefix, question.checks.entry_point
+    if question.is_raw and not text.lstrip().startswith("```"):
+        text = text.partition("```")[0]
     blocks = FENCED.findall(text)
     defines = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b" if entry_point else r"^def ", re.MULTILINE)
-    code = next((block for block in blocks if defines.search(block)), blocks[0] if blocks else text)
+    flush = [form for block in blocks for form in (block, dedent(block))]  # a fence may be a part of a list
+    code = next((block for block in flush if defines.search(block)), blocks[0] if blocks else text)
     if prefix and not defines.search(code):
         # Decoding or stripping may have removed the indentation of the first line.
         last = prefix.rstrip("\n").rpartition("\n")[2]

@@ -36,6 +36,15 @@ def test_every_form_of_a_record_is_read_with_and_without_null_columns(tmp_path, 
     assert conversations == [Conversation("a", HI), Conversation("2", HI)] and not dropped.counts
 
 
+def test_what_a_table_holds_as_empty_texts_of_json_counts_as_missing():
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": "[]"}]
+    said[1]["function_call"] = {"name": None, "arguments": None}
+    expected = parse({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 1)
+    assert parse({"messages": said, "tools": "null"}, 1) == expected
+    assert parse({"question": "a", "answer": "b", "history": "[]"}, 1) == expected
+    assert parse({"data": json.dumps(["a", "b"])}, 1) == expected
+
+
 def test_id_and_system_message_are_kept_and_an_input_follows_its_instruction():
     record = {"id": "x_0", "messages": [{"role": "system", "content": "s"}, GPT, HUMAN, GPT]}
     assert parse(record, 5) == Conversation("x_0", ({"role": "system", "content": "s"}, *HI))
@@ -61,6 +70,11 @@ BROKEN = [
     (turns(), "no turns"),
     ({"conversations": "Hi"}, "no turns"),
     (turns("a"), "a turn is not a JSON object"),
+    ({"question": "a", "answer": "b", "context": {"title": ["x"]}}, "its question, context or answer is not a text"),
+    ({"instruction": "Double it.", "input": 0, "output": "0"}, "its question, context or answer is not a text"),
+    ({"question": {"text": "a"}, "context": "b", "answer": "c"}, "its question, context or answer is not a text"),
+    ({"question": "Capital?", "answer": ["Paris", "paris"]}, "its question, context or answer is not a text"),
+    (turns(HUMAN, GPT) | {"tools": json.loads("[" * 900 + "]" * 900)}, "it is nested too deeply"),
     ({"history": ["a"]}, "history is not a list of exchanges"),
     ({"question": "a", "answers": ["b"]}, "tool_calls is not a list"),
     ({"question": "a", "answers": "b"}, "`answers` is not JSON"),

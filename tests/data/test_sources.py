@@ -177,20 +177,29 @@ MESSAGES = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": 
         ({"question": "w7?", "answer": "w8\u2028w9"}, ["w7?", "w8\u2028w9"]),
         ({"instruction": "w3", "input": "", "output": "w4"}, ["w3", "w4"]),
         ({"instruction": "w3", "output": "w4"}, ["w3", "w4"]),
+        ({"prompt": MESSAGES[:1], "completion": "w4", "context": "w5"}, ["w6", "w4"]),
         ({"instruction": "w3", "input": "w4", "response": "w5", "history": []}, ["w3\n\nw4", "w5"]),
         ({"id": 1, "history": [{"user": "w3", "bot": "w4"}, {"user": "w5", "bot": "w6"}]}, ["w3", "w4", "w5", "w6"]),
     ],
 )
 def test_the_documents_of_a_record_are_its_parts(write, tmp_path, record, texts):
     files = [write("a.jsonl", json.dumps(record)), write("b.json", json.dumps([record], indent=1))]
-    files += [write("c.jsonl.gz", "\n\n" + json.dumps(record) + "\n"), str(tmp_path / "d.parquet")]
+    files += [
+        write("e.NDJSON", json.dumps(record)),
+        write("c.jsonl.gz", "\n\n" + json.dumps(record) + "\n"),
+        str(tmp_path / "d.parquet"),
+    ]
     parquet.write_table(pa.Table.from_pylist([record]), files[-1])
-    assert list(read_texts(files)) == 4 * texts
+    assert list(read_texts(files)) == 5 * texts
 
 
 def test_blank_lines_separate_the_documents_of_a_text(write):
-    files = [write("a.txt", "\nw3 ünicode\nw4\u2028w5\n \n\nw6\r\n"), write("b.py", "w3"), write("c.txt.gz", "")]
-    assert list(read_texts(files)) == ["w3 ünicode\nw4\u2028w5\n", "w6\r\n", "w3"]
+    files = [
+        write("a.txt", "\ufeffw2\r\n\nw3 ünicode\nw4\u2028w5\n \n\nw6\r\n"),
+        write("b.py", "w3"),
+        write("c.txt.gz", ""),
+    ]
+    assert list(read_texts(files)) == ["w2\n", "w3 ünicode\nw4\u2028w5\n", "w6\n", "w3"]
 
 
 @pytest.mark.parametrize(

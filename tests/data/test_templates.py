@@ -29,7 +29,7 @@ from data.templates import (
     thinking_switch,
     with_date,
 )
-from data.tokenizer import tokenizer_hash
+from data.tokenizer import load_tokenizer, tokenizer_hash
 from train.commands import show_mask
 
 VICUNA_SYSTEM = (
@@ -155,6 +155,8 @@ def test_named_templates_without_a_default_are_refused_in_our_own_words(tokenize
     for name in ("tokenizer", "tokenizer:thinking=on"):
         with pytest.raises(ValueError, match=r"no default \(rag, tool_use\): set tokenizer.chat_template to one"):
             resolve_template(name, tokenizer)
+        with pytest.raises(ValueError, match="no default"):
+            with_date(name, tokenizer)
     assert resolve_template("vicuna_v1.1", tokenizer) == TEMPLATES["vicuna_v1.1"]
     monkeypatch.setattr(tokenizer, "chat_template", own | {"default": "{{ messages }}!"})
     assert resolve_template("tokenizer", tokenizer) == "{{ messages }}!"
@@ -369,6 +371,25 @@ def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
         encode(parse(WITH_TOOLS, 0), tokenizer, "tried")
 
 
+def test_results_of_tools_that_the_template_leaves_out_are_refused(tokenizer, monkeypatch):
+    said = talk(("user", "a"), ("assistant", "<call>"), ("tool", "RESULT"), ("assistant", "b"))
+    with pytest.raises(ValueError, match="the chat template leaves out what a tool returned"):
+        encode(Conversation("", said), tokenizer, "vicuna_v1.1")
+    shown = "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}</s>{%- endfor -%}"
+    monkeypatch.setitem(TEMPLATES, "tried", f"{shown}{{{{ '[assistant]' if add_generation_prompt }}}}")
+    assert learned(Conversation("", said), tokenizer, "tried")[0] == ["<call></s>", "b</s>"]
+
+
+def test_an_answer_without_an_end_token_is_learned_where_a_character_is_several_tokens(monkeypatch):
+    tokenizer = load_tokenizer("checkpoints/tiny-chat")
+    template = "{%- for m in messages -%}{{ m.role }}: {{ m.content }}\n{% endfor -%}"
+    monkeypatch.setitem(TEMPLATES, "tried", f"{template}{{{{ 'assistant: ' if add_generation_prompt }}}}")
+    answer = "今天天气很好，阳光明媚，适合外出。"
+    said = Conversation("", talk(("user", "你好，请告诉我今天的天气怎么样"), ("assistant", answer)))
+    ids, mask = encode(said, tokenizer, "tried")
+    assert tokenizer.decode([token for token, is_in in zip(ids, mask, strict=True) if is_in]).strip() == answer
+
+
 MARKS = ("<think>", "</think>")
 
 
@@ -450,6 +471,16 @@ def test_a_template_that_takes_arguments_for_a_text_gets_the_records_own(tokeniz
     asks = {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, RESULT, SIX]}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     assert learned(parse(asks, 0), tokenizer, "joined")[0] == [f"<add {text}></s>", "<b>6</b></s>"]
+
+
+def test_arguments_stay_objects_if_a_message_quotes_a_dictionary_of_python(tokenizer, monkeypatch):
+    monkeypatch.setitem(
+        TEMPLATES, "tried", JOINED.replace(" JOIN c.function.arguments", " ~ (c.function.arguments | tojson)")
+    )
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    asked = {"role": "user", "content": "Call it with {'a': 2}."}
+    asks = {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, RESULT, SIX]}
+    assert learned(parse(asks, 0), tokenizer, "tried")[0] == ['<add {"a": 2}></s>', "<b>6</b></s>"]
 
 
 @pytest.mark.parametrize(

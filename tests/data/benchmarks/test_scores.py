@@ -1,6 +1,7 @@
 """Quality scores of answers, against values computed by hand and the real references."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,6 +125,7 @@ RIGHT = {
     "a fence with its own imports": "```python\nfrom math import floor\n\ndef add(a):\n    return floor(a + 1)\n```",
     "a body in a fence": "```\n    return a + 1\n```",
     "the second fence": "```python\nprint(1)\n```\n then\n```python\ndef add(a):\n    return a + 1\n```",
+    "a fence in a list": "1. The function:\n\n   ```python\n   def add(a):\n       return a + 1\n   ```\n2. It adds.",
     "a fence that was cut off": "```python\ndef add(a):\n    return a + 1\n",
 }
 WRONG = {
@@ -141,10 +143,10 @@ def test_right_programs_pass_and_wrong_ones_do_not(name):
     assert score("humaneval", [code()], [(RIGHT | WRONG)[name]], run) == {"pass@1": 100.0 * (name in RIGHT)}
 
 
-def test_a_completion_ends_where_the_function_ends():
-    asked = code(stops=("\ndef ", "\nprint("))
-    text = "    return a + 1\n\ndef add(a):\n    return 0"
-    assert score("humaneval", [asked], [text], run) == {"pass@1": 100.0}
+def test_a_completion_ends_where_the_function_or_a_fence_ends():
+    asked = replace(code(stops=("\ndef ", "\nprint(")), is_raw=True)
+    for behind in ("\ndef add(a):\n    return 0", "```\nThis adds one.", "```\n\n```python\nprint(f(1))\n```"):
+        assert score("humaneval", [asked], [f"    return a + 1\n{behind}"], run) == {"pass@1": 100.0}
 
 
 def test_mbpp_runs_the_program_without_a_prefix():

@@ -207,6 +207,7 @@ class LearnedDrafter(nn.Module, Drafter):
     """
 
     required_outputs: RequiredOutputs
+    distillation: bool = False  # whether it learns the base's whole distributions, not their most probable tokens alone
     remembers = False
     base_weights: BaseWeights | None = None
 

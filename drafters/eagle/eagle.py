@@ -91,7 +91,7 @@ class AutoregressiveDrafter(CachingDrafter):
     """
 
     anchors_at_once = 16
-    reads_tokens = True
+    reads_tokens = distillation = True
 
     def __init__(
         self, base: BaseShape, layer: DraftLayer, hidden_layers: Sequence[int], draft: AutoregressiveDraftOptions
@@ -125,7 +125,7 @@ class AutoregressiveDrafter(CachingDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.layer.self_attn.o_proj.weight.dtype
+        return self.layer.post_attention_layernorm.weight.dtype  # linear layers may be in 8 bits
 
     def embed(self, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
         """Embeddings (..., D) of tokens (...), in the drafter's dtype."""

@@ -18,7 +18,7 @@ BITS = 20  # enough for a token id, so that a context of w tokens is one integer
 TOKEN_MASK = (1 << BITS) - 1
 EXPERIENCES = 36  # number of classes that `FollowerWeights.experience` distinguishes
 TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)  # kinds of sources
-MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
+MAX_PAIRS = 1_000_000  # contexts of two tokens whose runners-up are remembered, or of one length in the corpus
 MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
 
 
@@ -220,6 +220,8 @@ class Joint(Drafter):
         followers = self._corpus_followers[width]
         if key not in followers:
             context = [key >> BITS * place & TOKEN_MASK for place in range(width, -1, -1)]
+            if len(followers) >= MAX_PAIRS:
+                followers.clear()
             distinct = dict.fromkeys(gram[0] for gram in self.corpus.after(context))
             followers[key] = tuple(distinct)[:MAX_CORPUS_FOLLOWERS]
         return followers[key]

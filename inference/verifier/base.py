@@ -223,6 +223,16 @@ def shape_of(config: PretrainedConfig) -> BaseShape:
     )
 
 
+def changed_logits(model: Any) -> str:
+    """What a model does to the logits of its LM head, or nothing: its distributions are not the head's alone then."""
+    options = {"logit_scale": 1, "logits_scaling": 1, "final_logit_softcapping": None}
+    values = {name: getattr(model.config, name, None) for name in options}
+    changed = [f"{name} {value}" for name, value in values.items() if value not in (None, options[name])]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        changed.append("a bias of its LM head")
+    return ", ".join(changed)
+
+
 def base_hash(base: Base) -> str:
     """Return a short hash of a base's weights, computed from their shapes and 32 values of each.
 

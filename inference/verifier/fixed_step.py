@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from drafters.nn.anchor_attention import BLOCK, block_mask, flex_options
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, visible_rows
-from inference.verifier.layers import cache_name, run_base
+from inference.verifier.layers import cache_name, model_lock, run_base
 
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
 FLEX = "flex_grouped"  # the name by which transformers finds `attend`
@@ -65,7 +65,11 @@ def run_step(
     """
     slots, length, device = inputs[SLOTS], views[0][0].shape[2], inputs.device
     is_flex = device.type in FLEX_ON and has_flex_attention(model)
-    with flex_attention(model.config) if is_flex else nullcontext(), own_layers(model, views, slots, layer_function):
+    with ExitStack() as changes:
+        changes.enter_context(model_lock(model))
+        if is_flex:
+            changes.enter_context(flex_attention(model.config))
+        changes.enter_context(own_layers(model, views, slots, layer_function))
         masks: dict[str, Tensor | BlockMask] = {}
         for kind, span in spans.items():
             sees = visibility(inputs, kind, span)

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
 from inspect import Parameter, signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -14,6 +15,12 @@ from inference.verifier.attention import Fed, attention_kinds
 
 # Embedding, decoder layers with rotary positions and a final norm, and nothing else in their forward.
 PLAIN_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def model_lock(model: Any) -> AbstractContextManager[Any]:
+    """What a thread holds while it runs a model on a GPU: capturing a step changes the model's layers meanwhile."""
+    return nullcontext() if model.device.type == "cpu" else _LOCKS.setdefault(model, threading.RLock())
 
 
 @contextmanager
@@ -90,10 +97,11 @@ def run_base(
     """
     base: Any = model  # torch types the attributes of a module as Tensor | Module
     last = slice(None) if num_logits is None else slice(-num_logits, None)
-    if base.config.model_type in PLAIN_MODEL_TYPES:
-        states = compute_hidden_states(base.base_model, fed, layers)
-        return base.get_output_embeddings()(states[-1][0, last]), states
-    outputs = _whole_forward(base, fed, bool(layers), **_logits_to_keep(base, num_logits))
+    with model_lock(base):
+        if base.config.model_type in PLAIN_MODEL_TYPES:
+            states = compute_hidden_states(base.base_model, fed, layers)
+            return base.get_output_embeddings()(states[-1][0, last]), states
+        outputs = _whole_forward(base, fed, bool(layers), **_logits_to_keep(base, num_logits))
     return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
 
 

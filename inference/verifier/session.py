@@ -146,8 +146,10 @@ class Session:
 
     def _limits(self, end: int, eos: frozenset[int], max_nodes: int) -> Limits:
         """The limits of the next proposal: those of the text's length, the base's context and the request."""
-        length = len(self.seq)
+        length, num_cached = len(self.seq), self.runner.cached
         seed, positions = derived_seed(self.sampler.seed, length), self.runner.prepare(length)
+        if self.runner.cached < num_cached:  # the drafter will observe again what is fed again
+            self.drafter.rewind(self.runner.cached + 1)
         max_nodes = min(max_nodes, self.runner.most_nodes(length))
         return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 

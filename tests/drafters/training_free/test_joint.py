@@ -7,6 +7,7 @@ import pytest
 
 from drafters import DraftTree
 from drafters.protocol import Limits, StepResult
+from drafters.training_free import joint
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.joint import RUNNERS_UP, FollowerTable, FollowerWeights, Joint, extended
 from inference.indexes import count
@@ -227,3 +228,17 @@ def test_rewound_text_is_no_longer_the_context():
     assert drafter._text == text[:25]
     drafter.propose([*text[:25], 4, 5], FAR)
     assert drafter._keys == [5, (4 << 20) | 5, (text[24] << 40) | (4 << 20) | 5]
+
+
+def test_what_is_remembered_of_a_corpus_is_bounded_and_changes_no_tree(monkeypatch):
+    corpus = CorpusTable(*count(np.array([1, 2, 3, 4, 5] * 5 + [1, 2, 8, 4, 5] * 3, dtype=np.int32), 2, 20))
+    text, trees, sizes = [1, 2, 3, 4, 5, 1, 2, 8, 4, 5, 1, 2], [], []
+    for limit in (1_000_000, 2):
+        monkeypatch.setattr(joint, "MAX_PAIRS", limit)
+        drafter = Joint(runner_up=0, history=False, corpus=corpus)
+        drafter.begin(text[:1])
+        for end in range(2, len(text)):
+            drafter.observe(StepResult(1, DraftTree(), None, [], text[end - 1 : end], []))
+            trees.append(drafter.propose(text[:end], FAR))
+        sizes.append(max(map(len, drafter._corpus_followers)))
+    assert trees[: len(text) - 2] == trees[len(text) - 2 :] and sizes[1] <= 2 < sizes[0]

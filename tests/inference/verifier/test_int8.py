@@ -113,7 +113,7 @@ def test_texts_with_drafts_are_those_of_the_base_alone(base, oracle, sampler):
     assert sum(step.accepted for step in drafted.steps) > 15
 
 
-@pytest.mark.parametrize("kind", ["CTC", "Medusa"])
+@pytest.mark.parametrize("kind", LEARNED)
 @pytest.mark.parametrize("beside", [Int8Linear, packed.PackedLinear])
 def test_a_learned_drafter_multiplies_its_large_layers_in_8_bits(base, make_base, beside, kind, monkeypatch, tmp_path):
     monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 1)

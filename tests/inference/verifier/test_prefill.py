@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters import DraftTree, RequiredOutputs
+from drafters import CTC, EAGLE, DraftTree, NoDrafter, RequiredOutputs
+from drafters.protocol import UNLIMITED
 from inference.verifier import runner as runner_module
 from inference.verifier.base import Base
 from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+from tests.inference.verifier.conftest import BORDER, CONTEXT
 
 PROMPT = [random.Random(0).randrange(3, 40) for _ in range(30)]
 TREE = DraftTree([5, 6, 7, 8], [-1, -1, 0, 2])
@@ -57,3 +60,19 @@ def test_a_prompt_behind_the_border_of_longrope_scaling_is_read_at_once(make_mod
     torch.testing.assert_close(logits, base.model(torch.tensor([PROMPT])).logits[0, -1:])
     Runner(base).forward(PROMPT[:10], DraftTree(), RequiredOutputs())
     assert [fed for fed, _ in forwards] == [30, 4, 4, 2]
+
+
+@pytest.mark.parametrize(("kind", "options"), [(CTC, {}), (CTC, {"tokens_in_context": True}), (EAGLE, {})])
+def test_a_learned_drafter_observes_a_text_anew_that_is_read_again_behind_the_border(
+    make_model, make_random_ctc, toy_tokenizer, kind, options
+):
+    base = Base("longrope", make_model("Phi-3, longrope scaling", torch.float64), toy_tokenizer, check=False)
+    expected = Session(Runner(base), NoDrafter()).run(PROMPT[: BORDER - 4], 12).tokens
+    drafter = make_random_ctc(base, kind, **options)
+    session = Session(Runner(base), drafter)
+    assert session.run(PROMPT[: BORDER - 4], 12).tokens == expected
+    fresh = Session(Runner(base), make_random_ctc(base, kind, **options))
+    fresh.begin(session.seq)
+    for each in (session, fresh):
+        each.step(CONTEXT, max_nodes=0)
+    assert session.drafter.propose(session.seq, UNLIMITED) == fresh.drafter.propose(fresh.seq, UNLIMITED)

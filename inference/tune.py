@@ -40,6 +40,7 @@ from inference.verifier.session import Session
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.storages import RDBStorage
+    from optuna.trial import FrozenTrial
 
 RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\.\.(-?\d+(?:\.\d+)?)")
 FILE, SKIPS = "file", "skips"  # options of --space that are no plain option of the drafter
@@ -222,19 +223,25 @@ def run(path: Path, space: Space, tuner: Tuner, search: SearchOptions) -> list[d
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     samplers = {"gp": optuna.samplers.GPSampler, "tpe": optuna.samplers.TPESampler}
-    sampler = samplers.get(search.sampler, optuna.samplers.RandomSampler)(seed=search.search_seed)
-    name = " ".join([tuner.drafter, *sorted(search.space), search.objective, short_hash(json.dumps(tuner.settings))])
-    finished = TrialState.COMPLETE, TrialState.PRUNED
+    make_sampler = samplers.get(search.sampler, optuna.samplers.RandomSampler)
+    # A study of the drafter's files as they are: a sampler does not learn from what others gave.
+    about = short_hash(json.dumps([tuner.settings, tuner.key({})]))
+    name = " ".join([tuner.drafter, *sorted(search.space), search.objective, about])
+
+    def finished() -> list[FrozenTrial]:
+        """The trials whose files, which options may name, have not changed since."""
+        trials = study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        return [trial for trial in trials if trial.user_attrs.get("key") == tuner.key(trial.params)]
+
     with open_storage(path) as storage, progress_bars() as bars:
         names = optuna.get_all_study_names(storage)
         earlier = [trial for other in names for trial in optuna.load_study(study_name=other, storage=storage).trials]
         measurements = {record["key"]: record for trial in earlier if (record := trial.user_attrs.get("measured"))}
-        study = optuna.create_study(
-            storage=storage, sampler=sampler, study_name=name, direction="maximize", load_if_exists=True
-        )
+        study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+        study.sampler = make_sampler(seed=search.search_seed + len(study.trials))  # goes on where it stopped
         for stale in study.get_trials(states=[TrialState.RUNNING]):  # of an interrupted run
             study.tell(stale.number, state=TrialState.FAIL)
-        done = [trial.params for trial in study.get_trials(states=finished)]
+        done = [trial.params for trial in finished()]
         first = [params for params in first_trials(space, search) if params not in done]
         num_trials = len(first) if search.sampler == "grid" else max(0, search.trials - len(done))
         for number in bars.track(range(num_trials), description="trials"):
@@ -242,6 +249,7 @@ def run(path: Path, space: Space, tuner: Tuner, search: SearchOptions) -> list[d
                 study.enqueue_trial(first[number])
             trial = study.ask(space)
             key = tuner.key(trial.params)
+            trial.set_user_attr("key", key)
             try:
                 if measurements.get(key, {}).get(search.objective) is None:
                     measurements[key] = tuner.measure(trial.params) | {"key": key}
@@ -251,7 +259,7 @@ def run(path: Path, space: Space, tuner: Tuner, search: SearchOptions) -> list[d
                 continue
             trial.set_user_attr("measured", measurements[key])
             study.tell(trial, measurements[key][search.objective])
-        trials = study.get_trials(states=finished)
+        trials = finished()
     trials.sort(key=lambda trial: -math.inf if trial.value is None else trial.value)
     if trials[-1].value is None:
         raise ValueError(trials[-1].user_attrs["error"])

@@ -257,6 +257,39 @@ def test_what_was_measured_in_another_way_is_measured_again(folder, tmp_path):
     assert len(get_all_study_names(f"sqlite:///{tmp_path}/study.db")) == 2
 
 
+class Counted:
+    """Stands in for a `Tuner` whose drafter has a file; the measurement is the value of the option."""
+
+    drafter, settings = "anpd", {}
+
+    def __init__(self):
+        self.version, self.measured = 1, []
+
+    def key(self, params):
+        return json.dumps([self.version, *sorted(params.items())])
+
+    def measure(self, params):
+        self.measured.append(params["order"])
+        return {"acceptance_length": params["order"] * self.version}
+
+
+def test_after_a_drafter_was_trained_again_nothing_old_is_reported(tmp_path):
+    tuner, search = Counted(), SearchOptions(["order=2,3"], "grid", objective="acceptance_length")
+    for version in (1, -1):
+        tuner.version = version
+        trials = tune.run(tmp_path / "study.db", read_space(["order=2,3"], "anpd", None), tuner, search)
+        assert [trial["measured"]["acceptance_length"] for trial in trials] == sorted([2 * version, 3 * version])[::-1]
+    assert tuner.measured == [2, 3, 2, 3]
+
+
+def test_a_random_search_that_goes_on_tries_other_options(tmp_path):
+    tuner, space = Counted(), read_space(["order=2..100000"], "anpd", None)
+    for trials in (4, 8):
+        search = SearchOptions(["order=2..100000"], "random", trials=trials, objective="acceptance_length")
+        tune.run(tmp_path / "study.db", space, tuner, search)
+    assert len(tuner.measured) == len(set(tuner.measured)) == 8
+
+
 @pytest.mark.parametrize("in_space", [False, True])
 def test_what_was_measured_with_another_file_of_an_option_is_measured_again(in_space, tmp_path):
     file = tmp_path / "static.json"

@@ -13,6 +13,7 @@ from rich.text import Text
 from data.conversations import Message, user_message
 from data.safe_text import SafeConsole, safe_text
 from data.templates import decode_answer
+from drafters.protocol import NoDrafter
 from drafters.tree import common_prefix
 from inference import drafter_specs
 from inference.generation import IncrementalDetokenizer
@@ -82,6 +83,7 @@ class Chat:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[Message] = []
         self._runner = make_runner(base)
+        self._session = ChatSession(self._runner, NoDrafter())
         self.sampling = sampling
         self._execute("max", str(max_new_tokens))
         self._execute("drafter", drafter)
@@ -108,6 +110,7 @@ class Chat:
     def _execute(self, command: str, text: str) -> None:
         match command:
             case "drafter" if text:
+                self._session.forget()  # the warm-up of the next one overwrites its cache
                 self.drafter, self._session = drafter_specs.label(text), self._build(text)
             case "drafter":
                 raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.usages()}")

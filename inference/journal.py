@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,14 @@ from typing import Any, TypeVar
 from data.files import atomic_write, disk_errors, parse_line, reading
 
 T = TypeVar("T")
+
+
+def recorded_settings(path: Path) -> dict[str, Any]:
+    """The settings in a journal's file; none if there is no such file, or `Journal` will refuse it."""
+    with suppress(OSError, ValueError), path.open("rb") as stream:
+        settings = parse_line(next(stream, b"{}"))
+        return settings if isinstance(settings, dict) else {}
+    return {}
 
 
 class Journal:

@@ -271,6 +271,10 @@ def serving(server):
 
 
 class ChatHandler(Handler):
+    def do_GET(self):
+        model = {"id": "m", "object": "model", "created": 1, "owned_by": "x", "max_model_len": 40}
+        return self.reply(200, json.dumps({"object": "list", "data": [model]}).encode())
+
     def do_POST(self):
         self.server.open += 1
         self.server.most_open = max(self.server.most_open, self.server.open)

@@ -21,6 +21,7 @@ Decode = Callable[[list[int]], str]  # turns token ids into text
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 MAX_ANSWERS_PER_DRAFTER = 12
+MAX_DIVIDED = 8192  # tokens of a turn whose steps are shown: the time to find them grows with their square
 MAX_ANSWERS = 48  # of all drafters together, which limits the size of the page
 
 
@@ -123,7 +124,7 @@ def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
     num_tokens = start = 0
     for index, step in enumerate(turn.steps):
         tokens_at = (num_tokens + step.accepted, num_tokens + step.emitted)
-        middle, end = (max(start, common_prefix(decode(turn.token_ids[:at]), text)) for at in tokens_at)
+        middle, end = (max(start, common_prefix(decode(turn.token_ids[:at]), text, start)) for at in tokens_at)
         if index == len(turn.steps) - 1:
             end = len(text)
         if step.emitted == step.accepted:  # a text that is cut at the length cap may end without a bonus token
@@ -152,7 +153,8 @@ def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[di
 
 
 def _describe_answer(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
-    turns = [
-        {"turn": turn, "spans": step_spans(turn, decode) if decode and turn.steps else None} for turn in answer.turns
-    ]
+    turns = []
+    for turn in answer.turns:
+        is_divided = decode and turn.steps and len(turn.token_ids) <= MAX_DIVIDED
+        turns.append({"turn": turn, "spans": step_spans(turn, decode) if decode and is_divided else None})
     return {"benchmark": benchmark, "answer": answer, "acceptance": acceptance_length(answer.turns), "turns": turns}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.files import read_json, reading, validated, write_text
-from inference.evaluate.answers import Answer, complete_repeats, median_answers, read_answers
+from inference.evaluate.answers import REPLACED, Answer, complete_repeats, median_answers, read_answers
 from inference.evaluate.conditions import RunConditions, RunRecord
 from inference.evaluate.figures import Summary
 
@@ -35,6 +35,8 @@ def write(folder: Path, results: EvaluationResults) -> None:
 def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
     """Read one folder, under its own name or another; raises ValueError if `drafters eval` did not write it."""
     path = Path(folder) / "results.json"
+    if (Path(folder) / REPLACED).exists():
+        raise ValueError(f"{folder} is being replaced: first repeat that `drafters eval`, without --overwrite")
     if not path.is_file():
         raise ValueError(f"{folder} holds no results.json: give a folder that `drafters eval --out` wrote")
     with reading(path, "run this version's `drafters eval` again"):

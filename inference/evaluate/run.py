@@ -11,11 +11,12 @@ from data.templates import ReasoningMarks, with_date
 from drafters.checks import check_at_least
 from inference import drafter_specs, sandbox
 from inference.evaluate import tables
-from inference.evaluate.answers import AnswerFiles
+from inference.evaluate.answers import RUN, AnswerFiles
 from inference.evaluate.figures import reasoning
 from inference.evaluate.own_loop import OwnLoop
 from inference.evaluate.page import write_page
 from inference.evaluate.results import EvaluationResults, write
+from inference.journal import recorded_settings
 from inference.options import EvaluationOptions, ModelOptions, QuestionOptions, SamplingOptions
 from inference.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.verifier.base import load_base_info
@@ -37,7 +38,9 @@ def evaluate(
     if runs_code:
         sandbox.require()
     base = load_base_info(model.base)
-    selection = replace(selection, template=with_date(selection.template, base.tokenizer))
+    begun = recorded_settings(Path(out) / RUN) if out and not overwrite else {}
+    template = with_date(selection.template, base.tokenizer, str(begun.get("template", "")))
+    selection = replace(selection, template=template)
     prompts = selection.select(base, questions)
 
     source: Any

@@ -9,7 +9,7 @@ import torch
 
 from data.conversations import Message
 from data.files import validated
-from inference.openai_server import Completion, OpenAIServer, ServerError
+from inference.openai_server import TIMEOUT, Completion, OpenAIServer, ServerError
 from inference.options import GREEDY, SamplingOptions
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.attention import attention_kinds
@@ -163,8 +163,8 @@ class ServerAnswerer:
         self.server = OpenAIServer(url, model, MAX_RETRIES)
         self.max_length, self.concurrency = max_length, concurrency  # tokens of a prompt and its answer; requests
         self.template_arguments = dict(template_arguments or {})
-        if model is None:
-            self.server.find_model()
+        if model is None and (length := self.server.find_model()):
+            self.max_length = min(self.max_length, length)
 
     @property
     def weights(self) -> str:
@@ -195,6 +195,7 @@ class ServerAnswerer:
         """
         sampling = request.sampling
         options: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": request.max_new_tokens}
+        options["timeout"] = TIMEOUT + request.max_new_tokens  # nothing arrives before the last token: one a second
         if sampling.temperature:
             options |= {"top_p": sampling.top_p, "seed": sampling.seed}
         if request.messages:
@@ -220,8 +221,9 @@ class ServerAnswerer:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
         if reply["tokens"] and not reply["reasoning"]:
-            ends = frozenset(dialogue.tokenizer.all_special_ids)
-            return dialogue.add_tokens(prompt, reply["tokens"], ends, counts)
+            added = dialogue.tokenizer.added_tokens_decoder
+            ends = {*dialogue.tokenizer.all_special_ids, *(number for number in added if added[number].special)}
+            return dialogue.add_tokens(prompt, reply["tokens"], frozenset(ends), counts)
         return dialogue.add_text(reply["text"], reply["is_cut"], reply["num_written"], counts, reply["reasoning"])
 
 

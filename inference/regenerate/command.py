@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import Conversation, load_conversations, user_message
 from data.files import atomic_write, short_hash
 from data.safe_text import safe_text
-from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch
+from data.templates import PRIVATE_USE, THINKING, render, resolve_template, template_hash, thinking_switch, with_date
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.checks import check_at_least
-from inference.journal import Journal
+from inference.journal import Journal, recorded_settings
 from inference.options import GREEDY, AnswerOptions, ModelOptions, SamplingOptions, ServerOptions
 from inference.regenerate.answerers import NUM_SEEDS, Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
@@ -47,7 +47,12 @@ def regenerate(
     if files:
         print(safe_text(f"{len(conversations):,} conversations read, {dropped}"), flush=True)
     tokenizer = load_tokenizer(base_model.base)
+    begun = [path.with_name(f"{path.name}.{kind}") for kind in ("prompts", "partial") if not overwrite]
+    dates = [str(recorded_settings(file).get("dated", "")) for file in begun]
+    answers = replace(answers, template=with_date(answers.template, tokenizer, max(dates, default="")))
     settings: dict[str, Any] = {"tokenizer": tokenizer_hash(tokenizer)}
+    if ":date=" in answers.template:
+        settings["dated"] = answers.template
     settings["template"] = template_hash(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, source, tokenizer, answers)
     settings["base"] = answerer.weights

@@ -137,6 +137,25 @@ def test_ctrl_c_ends_the_answer_and_the_chat_continues_after_it(make_base):
     assert len(stopped.messages) == 4 and stopped._session.num_cached > len(kept)
 
 
+def test_a_drafter_whose_warm_up_is_interrupted_leaves_no_foreign_cache(make_base, monkeypatch):
+    base = make_base(context=512)
+    expected = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=20)
+    chatted = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=20)
+    for each in (expected, chatted):
+        each.handle_line("w3 w6")
+
+    def interrupted(session, *arguments, decode=ChatSession.decode):
+        yield next(decode(session, *arguments))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ChatSession, "decode", interrupted)
+        chatted.handle_line("/drafter joint")
+    for each in (expected, chatted):
+        each.handle_line("w8")
+    assert chatted.messages == expected.messages and chatted.drafter == "anpd"
+
+
 # ---- whole conversations
 
 

@@ -131,6 +131,12 @@ def test_a_character_of_several_tokens_stays_in_one_step():
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
 
 
+def test_a_very_long_answer_is_shown_without_its_steps(make, answers, words, tmp_path, no_plots, monkeypatch):
+    monkeypatch.setattr(pages, "MAX_DIVIDED", 0)
+    turns = [turn for answer in pages.choose_answers(make(answers), words)[0]["answers"] for turn in answer["turns"]]
+    assert turns and not any(turn["spans"] for turn in turns)
+
+
 def test_the_tokenizer_of_the_base_splits_the_answers_into_steps(make_folder, words, tmp_path, no_plots):
     def save_tokenizer(folder, order):
         tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(order)}, unk_token="</s>"))

@@ -80,6 +80,13 @@ def test_figures_that_no_evaluation_can_have_are_refused_by_name(make_folder, pa
     assert f"{path[-1]}" in str(error.value) or "answers cannot be identical" in str(error.value)
 
 
+def test_a_folder_whose_answers_are_being_replaced_is_refused(make_folder):
+    folder = make_folder("results")
+    (Path(folder) / "answers.old").mkdir()
+    with pytest.raises(ValueError, match="is being replaced: first repeat that `drafters eval`, without --overwrite"):
+        read(folder)
+
+
 def test_several_folders_have_names_of_their_own(make_folder, tmp_path):
     first = make_folder("a")
     (tmp_path / "other").mkdir()

@@ -42,6 +42,24 @@ def test_a_server_that_does_not_know_token_ids_is_asked_for_them_only_once(chat_
     assert ["return_token_ids" in body for *_, body in chat_server.seen] == [True, False, False]
 
 
+def test_the_context_of_the_server_limits_prompt_and_answer(chat_server):
+    assert ServerAnswerer(chat_server.url, max_length=100).max_length == 40
+    assert ServerAnswerer(chat_server.url, max_length=30).max_length == 30
+
+
+def test_a_long_answer_has_longer_to_arrive(chat_server, monkeypatch):
+    answerer, waits = ServerAnswerer(chat_server.url, "m"), []
+
+    def complete(extra, timeout, complete=answerer.server.complete, **request):
+        waits.append(timeout)
+        return complete(extra, timeout=timeout, **request)
+
+    monkeypatch.setattr(answerer.server, "complete", complete)
+    for limit in (3, 9000):
+        answerer.ask(Request([user_message("hi")], [], limit))
+    assert waits == [603, 9600]
+
+
 def test_the_key_is_sent_but_not_stored_and_an_invalid_one_not_quoted(chat_server, monkeypatch):
     answerer = ServerAnswerer(chat_server.url, "m")
     monkeypatch.setenv("OPENAI_API_KEY", "secret-1")

@@ -173,7 +173,14 @@ class ParallelProposer(Proposer):
         config: Any = self.runner.kv_cache_config
         if len(config.kv_cache_groups) > 1:  # as where some layers have windows
             raise ValueError("vLLM keeps this base's layers in several KV cache groups: the drafter cannot follow them")
-        num_slots = config.num_blocks * config.kv_cache_groups[0].kv_cache_spec.block_size
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        span = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+        if span and not 0 < self.drafter.draft_options.window < span - spec.block_size:
+            raise ValueError(
+                f"vLLM frees what is {span} positions back, and the drafter attends to it: train or serve it with a "
+                "smaller draft.window"
+            )
+        num_slots = config.num_blocks * spec.block_size
         if self.cache is None or self.cache.num_slots != num_slots:
             self.cache = None  # what measuring the memory has reserved
             self.cache = SlotCache(self.drafter, num_slots)

@@ -116,6 +116,8 @@ class NativeDrafter:
 
     def check_chain(self, num_tokens: int) -> None:
         """Raise ValueError if vLLM could not start the drafter with chains of this length, or under this path."""
+        if self.method == "dspark" and self.num_tokens and num_tokens > self.num_tokens:
+            raise ValueError(f"{self.folder} drafts at most the {self.num_tokens} tokens it was trained for")
         if self.method != "medusa":
             return
         if self.num_tokens and num_tokens > self.num_tokens:  # vLLM makes as many heads as tokens

@@ -25,7 +25,7 @@ from train.formats import gguf as formats
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE")
 V, LAYERS, MASK = 404, 4, 402  # of the base; the tokenizer has 400 tokens
-TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [3, 1]}
+TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [1, 3]}
 CTC_TRUNK = TRUNK | {"markov_rank": 4, "root_everywhere": False, "frames_differ": False}
 EAGLE_3 = {"hidden_layers": [1, 2, 3], "own_head": True}
 KINDS = {
@@ -108,7 +108,7 @@ def test_a_file_holds_what_llama_cpp_asks_for(base, call, tmp_path):
     assert {kind for name, kind in kinds.items() if name.endswith("norm.weight")} == {"F32"}
     assert {kind for name, kind in kinds.items() if not name.endswith("norm.weight")} == {"BF16"}
     assert fields["general.architecture"] == "dflash" and fields["tokenizer.ggml.mask_token_id"] == MASK
-    assert fields["dflash.target_layers"] == [3, 1] and fields["dflash.block_size"] == 5
+    assert fields["dflash.target_layers"] == [1, 3] and fields["dflash.block_size"] == 5
     assert fields["dflash.sample_from_anchor"] is True and fields["dflash.has_confidence_head"] is False
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert base.tokenizer.convert_tokens_to_ids(tokens[:400]) == list(range(400)) and tokens[401] == "[PAD401]"

@@ -22,7 +22,7 @@ from train.cli import run_drafters
 from train.formats import vllm
 
 D, V, LAYERS, MASK = 32, 404, 4, 402  # of the base; the tokenizer has 400 tokens
-TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [3, 1]}
+TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [1, 3]}
 CHAIN = {"num_nodes": 8, "tree": "chain", "top_k": V}
 HEAD = {"hidden_layers": [1, 2, 3], "own_head": True, "draft_vocab_size": 50, "draft": {"depth": 4, "tree": "chain"}}
 MEDUSA = {"heads": {"num_heads": 3, "num_layers": 2}, "draft": {"num_nodes": 8, "top_k": 2, "tree": "chain"}}
@@ -155,6 +155,28 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_impo
         torch.testing.assert_close(dict(again.state_dict()), dict(expected), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["block", "eagle3"])
+@torch.no_grad()
+def test_layers_are_fused_in_the_order_in_which_vllm_hands_them_over(name, base, tmp_path):
+    kind, arguments = KINDS[name]
+    layers = [3, 1, 2] if kind is EAGLE3 else [3, 1]
+    others = {"hidden_layers": layers} if kind is EAGLE3 else {"trunk": TRUNK | {"hidden_layers": layers}}
+    drafter, config = build(kind, arguments | others, base)
+    drafter.attach_base_weights(base.base_weights)
+    content, weights = written(tmp_path, drafter, config)
+    key = "eagle_aux_hidden_state_layer_ids" if kind is EAGLE3 else "aux_hidden_state_layer_ids"
+    assert content[key] == sorted(layers)
+    ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(0))
+    hidden = base.hidden_states(ids[None], layers)[0][0]
+    (tree,) = drafter.draft_at(hidden, ids, torch.tensor([23]), base.base_weights)
+    assert list(tree.tokens) == literal(name, content, weights, base, ids)
+
+
+def test_eagle3_of_another_number_of_layers_names_it_where_vllm_reads_it(base, tmp_path):
+    two, _ = written(tmp_path, *build(EAGLE3, HEAD | {"hidden_layers": [1, 3]}, base))
+    assert two["transformer_layer_config"]["num_aux_hidden_states"] == 2
+
+
 def test_a_fusion_of_low_rank_is_written_as_one_matrix(base, tmp_path):
     drafter, config = build(Block, {"trunk": TRUNK | {"fusion_rank": 6}, "draft": CHAIN}, base)
     weight = written(tmp_path, drafter, config)[1]["fc.weight"]
@@ -249,6 +271,7 @@ CTC_FORM = ONE | {"root_everywhere": False, "frames_differ": False}
         (Block, ONE | {"window": 64}, "no window"),
         (Block, {"hidden_layers": [1, -1]}, r"layers 1 to 3 of this base, not hidden_layers \[1, -1\]"),
         (Block, {"hidden_layers": [4]}, "layers 1 to 3"),
+        (Block, {"hidden_layers": [2, 2]}, r"hand each layer over once, and hidden_layers are \[2, 2\]"),
     ],
 )
 def test_a_drafter_that_vllm_cannot_run_is_refused(kind, init_args, message, base, tmp_path):

@@ -13,7 +13,7 @@ from drafters.nn.markov import Markov
 from drafters.protocol import BaseShape, BaseWeights
 from inference.verifier.base import Base
 from train.formats.layers import layer_config, read_layers
-from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
+from train.formats.public import PublicCheckpoint, PublicDrafter, Target, by_depth, check_layers, speculators_config
 
 
 def without_blank(drafter: CTC, config: DrafterConfig) -> tuple[Block, DrafterConfig]:
@@ -81,7 +81,7 @@ def block_config(drafter: Block, shape: BaseShape, target: Target, mask_token_id
         "target_hidden_size": shape.hidden_size,
         "block_size": drafter.num_frames,
         # Speculators counts layers as we do: i is the output of layer i, which layer i + 1 reads.
-        "aux_hidden_state_layer_ids": list(drafter.required_outputs.hidden_layers),
+        "aux_hidden_state_layer_ids": sorted(drafter.required_outputs.hidden_layers),
         "mask_token_id": mask_token_id,
         "sample_from_anchor": drafter.first_frame == 0,
         "sliding_window_non_causal": True,  # no layer slides, but for vLLM false means that all layers are causal
@@ -101,6 +101,7 @@ def block_weights(drafter: Block, base: Base, mask_token_id: int, dtype: torch.d
     trunk = drafter.trunk.state_dict()
     if "fc.1.weight" in trunk:  # a projection of low rank
         trunk["fc.weight"] = trunk.pop("fc.1.weight") @ trunk.pop("fc.0.weight")
+    trunk["fc.weight"] = by_depth(trunk["fc.weight"], drafter.required_outputs.hidden_layers)
     embedding = base.base_weights.embedding.detach().to(dtype, copy=True)
     embedding[mask_token_id] = drafter.frame_embedding.detach()[0].to(embedding)
     zero = torch.zeros(drafter.vocab_size, 1)

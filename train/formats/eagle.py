@@ -14,7 +14,7 @@ from drafters import EAGLE, EAGLE3
 from drafters.protocol import BaseShape, BaseWeights
 from drafters.public_formats import SpecForgeLayers
 from train.formats.layers import layer_config, read_layers
-from train.formats.public import PublicCheckpoint, PublicDrafter, Target, check_layers, speculators_config
+from train.formats.public import PublicCheckpoint, PublicDrafter, Target, by_depth, check_layers, speculators_config
 
 LAYERS = "layers.0.", "midlayer."
 """The names of the layer in speculators, DeepSpec and EAGLE's first version, and in EAGLE-3's and SpecForge's."""
@@ -35,11 +35,13 @@ def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str
 
     Raises ValueError if the drafter reads layers that engines do not hand to it.
     """
-    layers = list(drafter.required_outputs.hidden_layers)
+    layers = sorted(drafter.required_outputs.hidden_layers)
     check_layers(layers, shape)
+    # vLLM's LLaMA expects three layers unless the layer itself names another number.
+    more = {} if len(layers) == 3 else {"num_aux_hidden_states": len(layers)}
     num_tokens, kind = drafter.draft_options.depth, "qwen3" if drafter.has_qk_norm else "llama"
     return speculators_config("eagle3", "Eagle3Speculator", num_tokens, target) | {
-        "transformer_layer_config": layer_config(shape, 1, target.context_length, kind),
+        "transformer_layer_config": layer_config(shape, 1, target.context_length, kind) | more,
         "draft_vocab_size": shape.vocab_size if drafter.draft_tokens is None else len(drafter.draft_tokens),
         "target_hidden_size": shape.hidden_size,
         "norm_before_residual": drafter.norm_before_residual,
@@ -55,6 +57,7 @@ def eagle3_weights(drafter: EAGLE3, base_head: Tensor | None = None) -> dict[str
     A draft vocabulary whose rows are the base's needs the base's LM head (V, D): the formats have them in the drafter.
     """
     weights = dict(drafter.state_dict())
+    weights["fc.weight"] = by_depth(weights["fc.weight"], drafter.required_outputs.hidden_layers)
     tokens = weights.pop("draft_tokens", None)
     if tokens is not None and base_head is not None:
         weights["lm_head.weight"] = base_head[tokens]

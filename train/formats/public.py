@@ -163,6 +163,14 @@ def check_layers(layers: Sequence[int], base: BaseShape) -> None:
             f"engines fuse the outputs of layers 1 to {base.num_layers - 1} of this base, not hidden_layers "
             f"{list(layers)} (-1 is the normed last state): train the drafter on such layers"
         )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"engines hand each layer over once, and hidden_layers are {list(layers)}: train on others")
+
+
+def by_depth(fused: Tensor, layers: Sequence[int]) -> Tensor:
+    """The weight (D, F * D) that fuses layers, with its columns in the order in which vLLM hands them over."""
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    return fused.unflatten(1, (len(layers), -1))[:, order].flatten(1)
 
 
 def speculators_config(algorithm: str, architecture: str, num_tokens: int, target: Target) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def converted(
         target, base = read_target(name), base_of(config)
         token = check_mask_token(mask_token_id, base)
         values = block_config(drafter, shape, target, token)
-        weights, head = block_weights(drafter, base, token, dtype), base.base_weights.head
-        if format == "gguf" and head.data_ptr() != base.base_weights.embedding.data_ptr():
-            weights["lm_head.weight"] = head  # without one llama.cpp takes this embedding for the head
+        weights = block_weights(drafter, base, token, dtype)
+        if format == "gguf":  # without one llama.cpp takes this embedding for the head, the mask's row included
+            weights["lm_head.weight"] = base.base_weights.head
     else:
         kind = config.class_path.removeprefix("drafters.")
         kinds = "EAGLE3, Block and CTC" if format == "gguf" else "Medusa, EAGLE, EAGLE3, Block and CTC"

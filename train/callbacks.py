@@ -33,7 +33,8 @@ class ShortProgressBar(RichProgressBar):
 
 def is_logged_step(trainer: L.Trainer, step: int) -> bool:
     """Whether metrics are logged at a step."""
-    return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]  # set by Lightning's logger connector
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger connector
+    return every > 0 and step % every == 0
 
 
 class Speed(L.Callback):
@@ -186,6 +187,6 @@ class SkipNonFiniteSteps(L.Callback):
         if self.skipped_in_a_row > self.max_skipped:
             raise ValueError(
                 f"{self.skipped_in_a_row} steps in a row, up to step {trainer.global_step}, had a loss or gradient "
-                "that is not finite: lower model.learning_rate, clip with trainer.gradient_clip_val, or train with "
-                "trainer.precision 32-true"
+                "that is not finite: train anew with a lower model.learning_rate, or go on with "
+                "trainer.gradient_clip_val or trainer.precision 32-true"
             )

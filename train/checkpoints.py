@@ -78,7 +78,8 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     names = sorted(paths, key=lambda path: path.stem == "last")
     # A file with two names keeps `last`, which comes last in the list.
     unique = {path.resolve(): path for path in names if path.exists()}
-    for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    ends = {path: path / "latest" if (path / "latest").is_file() else path for path in unique.values()}
+    for path in sorted(ends, key=lambda path: ends[path].stat().st_mtime_ns, reverse=True):
         try:
             check_complete(path)
         except ValueError as error:

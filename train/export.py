@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from data.files import atomic_folder, write_checksums, write_text
+from data.files import CHECKSUMS, atomic_folder, read_json, write_checksums, write_text
 from data.gguf import DRAFTER_FILE
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -50,12 +50,22 @@ def export(
 
 
 def check_output_folder(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
+    """Raise ValueError if the folder holds other files, another model than a drafter, or one not to be replaced."""
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
-    is_model = any((folder / name).exists() for name in ("config.json", DRAFTER_FILE))
-    if folder.is_dir() and any(folder.iterdir()) and not is_model:
-        raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not holds_drafter(folder):
+        raise ValueError(f"{folder} holds other files than those of a drafter: give another folder")
+
+
+def holds_drafter(folder: Path) -> bool:
+    """Whether a folder is one that `export` or `import` wrote, or a public drafter; a base must not be replaced."""
+    if (folder / DRAFTER_FILE).exists():
+        return True
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_json(folder / "config.json")
+    is_public = "speculators_version" in config or config.get("model_type") in ("medusa", "eagle")
+    return (folder / CHECKSUMS).exists() or is_public or "class_path" in config
 
 
 @contextmanager

@@ -114,13 +114,17 @@ class DrafterCLI(LightningCLI):
         if drafter := config.model.get("drafter"):
             find_class(drafter.class_path)  # raises ValueError for another class or function, which would be called
         run = config.trainer.default_root_dir or "runs/default"
+        # Lightning saves one there before SLURM starts the same command again.
+        is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and any(Path(run).glob("hpc_ckpt_*.ckpt"))
+        if self.subcommand == "fit" and is_requeued and not config.ckpt_path:
+            config.ckpt_path = "last"
         for callback in config.trainer.callbacks or []:
             if callback.class_path.endswith("ModelCheckpoint"):
                 options = callback.init_args
                 options.dirpath = options.get("dirpath") or f"{run}/checkpoints"
                 options.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
                 self._use_folder(options.dirpath, config)
-        if config.ckpt_path == "last" and (newest := newest_complete(self.folders)):
+        if config.ckpt_path == "last" and (newest := newest_complete([*self.folders, run])):
             config.ckpt_path = str(newest)
         elif Path(config.ckpt_path or "").is_file():
             check_complete(Path(config.ckpt_path))

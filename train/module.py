@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -15,16 +16,25 @@ from torch import Tensor
 from data.dtypes import Dtype
 from data.rows import check_tokens
 from data.tokenizer import tokenizer_hash
+from drafters.checkpoint import DrafterConfig
 from drafters.checks import check_at_least
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.bases import QUANTIZED_DTYPES
-from inference.verifier.base import Base, base_hash, load_base, prepare_process
+from inference.verifier.base import Base, base_hash, changed_logits, load_base, prepare_process
 from train.checkpoints import WHOLE_WEIGHTS
 from train.divisor import SharedDivisor
 from train.features import choose_layers, compute_features, read_features
 from train.initial_drafter import choose_draft_tokens, load_initial
 from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
-from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers, whole_weights
+from train.strategies import (
+    FSDP2,
+    enable_activation_checkpointing,
+    gathered_weights,
+    gathers_in_forwards,
+    is_deepspeed,
+    shard_layers,
+    whole_weights,
+)
 from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
@@ -101,6 +111,11 @@ class DrafterTraining(L.LightningModule):
             self.shape = self.base.shape
             self.drafter = drafter(self.shape)
             self.drafter.initialise(self.base.base_weights)
+        if self.drafter.distillation and (changed := changed_logits(self.base.model)):
+            raise ValueError(
+                f"{type(self.drafter).__name__} learns whole distributions, and {self.base.name} changes its logits "
+                f"({changed}): train ctc or block, or Medusa or Hydra without distillation"
+            )
         if activation_checkpointing:
             enable_activation_checkpointing(self.drafter)
         self.acceptance = Acceptance()
@@ -200,12 +215,28 @@ class DrafterTraining(L.LightningModule):
             torch.manual_seed((self.global_rank << 32) + batch_idx)
             return self.drafter.loss(outputs, self.base.base_weights)[0]
 
+    drafting: LearnedDrafter  # what drafts in a validation
+
+    def on_validation_start(self) -> None:
+        self.__dict__["drafting"] = self.drafter
+        if gathers_in_forwards(self.trainer):  # and processes draft for different numbers of tokens
+            node = self.hparams["drafter"]
+            config = DrafterConfig(
+                node["class_path"], dict(node.get("init_args") or {}), self.shape, self.base.name, ""
+            )
+            self.__dict__["drafting"] = config.build(gathered_weights(self.drafter)).to(self.device)
+
+    def on_validation_end(self) -> None:
+        del self.__dict__["drafting"]  # and its memory
+
+    on_test_start, on_test_end = on_validation_start, on_validation_end
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         texts = self.validation_texts(batch, batch_idx)
         outputs = self.training_batch(texts)
         loss = self.validation_loss(outputs, batch_idx)
         self.log("val/loss", loss, batch_size=len(outputs.labels), sync_dist=True)
-        for emitted in simulate_answers(self.drafter, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):
+        for emitted in simulate_answers(self.drafting, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):
             self.acceptance.update(emitted)
 
     def on_validation_epoch_end(self) -> None:
@@ -244,6 +275,12 @@ class DrafterTraining(L.LightningModule):
         expected = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
         if self.trainer.state.fn == TrainerFn.FITTING:
             expected["weights_hash"] = self.base_hash()
+            for name in ("learning_rate", "weight_decay"):  # of the optimizer's state
+                if (before := checkpoint["hyper_parameters"][name]) != self.hparams[name]:
+                    raise ValueError(
+                        f"model.{name} was {before} and is {self.hparams[name]}, which a training that goes on cannot "
+                        "change: leave it, or begin another with --model.initial_drafter"
+                    )
         if differing := [name for name, value in expected.items() if trained_for[name] != value]:
             raise ValueError(
                 f"the checkpoint was trained for {trained_for['name']}, whose {differing[0]} is not that of "
@@ -259,5 +296,7 @@ class DrafterTraining(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         options = self.hparams
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            raise ValueError("trainer.strategy fsdp makes all weights flat: take --config strategy/fsdp.yaml")
         optimizer = OPTIMIZERS[options["optimizer"]](self, options["learning_rate"], options["weight_decay"])
         return with_schedule(self, optimizer, options["warmup_steps"], options["schedule"])

@@ -1,6 +1,7 @@
 """Stopping and going on: signals save a checkpoint, and a resumed run equals an uninterrupted one."""
 
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -31,7 +32,13 @@ def save_last(trainer: L.Trainer) -> bool:
     """Save ``last.ckpt``, where the run keeps checkpoints at all; whether it does."""
     for saver in savers(trainer)[:1]:
         assert saver.dirpath is not None, "Lightning chooses the folder before the first step"
-        trainer.save_checkpoint(Path(saver.dirpath) / "last.ckpt", weights_only=False)
+        path = Path(saver.dirpath) / "last.ckpt"
+        if trainer.is_global_zero and path.is_symlink():  # DeepSpeed would write into the checkpoint behind the link
+            path.unlink()
+        if trainer.is_global_zero and (path / "latest").is_file():  # its sign of a folder that is complete
+            (path / "latest").unlink()
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(path, weights_only=False)
     return bool(savers(trainer))
 
 
@@ -42,6 +49,8 @@ class Preemption(L.Callback):
     received the signal. A second Ctrl-C ends the run at once. Before the first step, there is nothing to save and
     signals have their usual effect. Under SLURM with requeueing, Lightning handles SIGTERM and SLURM's signal itself:
     it saves and requeues.
+
+    An error in one of several processes saves nothing: that would wait for the others, which wait for this one.
     """
 
     def __init__(self) -> None:
@@ -73,6 +82,13 @@ class Preemption(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._stop_if_requested(trainer)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if trainer.world_size > 1:
+            for callback in savers(trainer):
+                callback.save_on_exception = False
+            if isinstance(exception, Exception) and (launcher := trainer.strategy.launcher) is not None:
+                launcher.kill(signal.SIGKILL)  # the processes that this one has launched; Lightning leaves them waiting
+
     def _stop_if_requested(self, trainer: L.Trainer) -> None:
         strategy = trainer.strategy
         if not strategy.reduce_boolean_decision(bool(self._exit_code), all=False):
@@ -101,6 +117,7 @@ class ExactResume(L.Callback):
     def __init__(self, other_data: bool = False) -> None:
         self.other_data = other_data
         self.seed: int | None = None
+        self._steps_before: int | None = None  # steps in an epoch when the checkpoint was saved
         self._data: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,6 +129,10 @@ class ExactResume(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.seed is None:  # a resumed run has the seed of its checkpoint
             self.seed = torch.initial_seed()
+        if self._steps_before and trainer.max_steps == -1:  # the learning rate ends with the epochs
+            for config in trainer.lr_scheduler_configs:
+                done: Any = config.scheduler
+                done.last_epoch = round(done.last_epoch * steps_per_epoch(trainer) / self._steps_before)
 
     def on_train_batch_start(self, trainer: L.Trainer, _: Any, batch: Any, batch_idx: int) -> None:
         assert self.seed is not None, "on_train_start has set the seed"
@@ -126,9 +147,11 @@ class ExactResume(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["data"] = self._data = self._data or describe_data(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            checkpoint["steps_per_epoch"] = steps_per_epoch(trainer)
             correct_resume_position(checkpoint["loops"]["fit_loop"], trainer)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._steps_before = checkpoint.get("steps_per_epoch")
         if trainer.state.fn != TrainerFn.FITTING or self.other_data:
             return
         before, self._data = checkpoint["data"], describe_data(trainer)
@@ -138,6 +161,11 @@ class ExactResume(L.Callback):
                 f"the checkpoint was trained on other data or batches ({'; '.join(changes)}): go back to them, or "
                 "pass --resume.other_data true to go on all the same"
             )
+
+
+def steps_per_epoch(trainer: L.Trainer) -> int:
+    """How many optimizer steps an epoch has."""
+    return math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
 
 
 def describe_data(trainer: L.Trainer) -> dict[str, Any]:

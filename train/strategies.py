@@ -87,6 +87,19 @@ def whole_weights(drafter: LearnedDrafter) -> dict[str, torch.Tensor]:
     }
 
 
+def gathers_in_forwards(trainer: L.Trainer) -> bool:
+    """Whether each forward of a module gathers its weights, as DeepSpeed's stage 3 does with several processes."""
+    return trainer.world_size > 1 and getattr(trainer.strategy, "zero_stage_3", False)
+
+
+def gathered_weights(drafter: LearnedDrafter) -> dict[str, torch.Tensor]:
+    """A copy of the weights that DeepSpeed's stage 3 shards; all processes must ask for them at once."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([*drafter.parameters()]):
+        return {name: weight.detach().clone() for name, weight in drafter.state_dict(keep_vars=True).items()}
+
+
 def enable_activation_checkpointing(drafter: LearnedDrafter) -> None:
     """Recompute the layers of the drafter's trunk in the backward pass instead of storing their activations.
 

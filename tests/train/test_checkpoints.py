@@ -2,11 +2,14 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
+from train.resume import save_last
 
 
 def save(folder, name, step, age=0.0, **others):
@@ -76,6 +79,31 @@ def test_a_folder_that_deepspeed_did_not_finish_is_skipped(tmp_path, capsys):
     assert "step=8.ckpt is not a readable checkpoint (no file latest" in capsys.readouterr().err
     (tmp_path / "step=8.ckpt" / "latest").write_text("checkpoint")
     assert newest_complete([tmp_path]) == tmp_path / "step=8.ckpt"
+
+
+def test_deepspeeds_last_checkpoint_is_a_folder_of_its_own_and_is_dated_by_its_end(tmp_path):
+    """DeepSpeed writes file by file into a folder that may exist already, behind a link, too."""
+    periodic, last = tmp_path / "step=4.ckpt", tmp_path / "last.ckpt"
+
+    def write(path, weights_only):
+        path.mkdir(exist_ok=True)
+        assert not (path / "latest").exists(), "until the end, the folder is none to go on with"
+        (path / "latest").write_text("checkpoint")
+
+    strategy = SimpleNamespace(barrier=lambda: None)
+    saver = ModelCheckpoint(tmp_path, save_last="link")
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[saver], is_global_zero=True, strategy=strategy, save_checkpoint=write
+    )
+    write(periodic, False)
+    last.symlink_to(periodic.name)
+    os.utime(periodic / "latest", (1e9, 1e9))
+    save_last(trainer)
+    assert not last.is_symlink() and (periodic / "latest").stat().st_mtime == 1e9
+    save_last(trainer)  # over its own
+    for path, age in ((last, 9.0), (periodic, 0.0)):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert newest_complete([tmp_path]) == last
 
 
 def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tmp_path):

@@ -60,7 +60,17 @@ def test_a_drafter_is_replaced_only_with_overwrite_and_as_a_whole(call, trained,
     assert (folder / "model.safetensors").read_bytes() == (trained.folder / "model.safetensors").read_bytes()
     (folder / "config.json").unlink()
     refused = call(run_drafters, "export", trained.ckpt, folder, "--overwrite")
-    assert "holds other files, and no drafter or base" in refused.one_line_error("drafters")
+    assert "holds other files than those of a drafter" in refused.one_line_error("drafters")
+
+
+def test_a_base_is_never_replaced_by_its_drafter(call, trained, tiny, tmp_path):
+    base = shutil.copytree(tiny, tmp_path / "base")
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    for more in ((), ("--overwrite",)):
+        refused = call(run_drafters, "export", trained.ckpt, base, *more)
+        assert "holds other files than those of a drafter" in refused.one_line_error("drafters")
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "config.json"])

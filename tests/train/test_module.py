@@ -1,5 +1,7 @@
 """The training module: its labels, its training, and its checkpoints."""
 
+import json
+import shutil
 from functools import partial
 
 import lightning as L
@@ -11,8 +13,9 @@ from torch.utils.data import DataLoader
 from benchmarks.recipes import build
 from data.benchmarks import load_questions
 from data.conversations import user_message
-from drafters import CTC, Block, Hydra, Medusa
+from drafters import CTC, EAGLE, Block, Hydra, Medusa
 from inference.prompts import encode_messages
+from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.module import DrafterTraining
 from train.validation import with_own_answers
@@ -59,6 +62,18 @@ def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, lay
     assert torch.allclose(seen.hidden, expected, atol=1e-5)
     inside = own_text["loss_mask"][:, 1:]
     assert torch.equal(seen.labels[:, :-1][inside], own_text["input_ids"][:, 1:][inside]), "on text of its own"
+
+
+def test_distributions_that_the_head_alone_does_not_give_are_not_distilled(tiny, tmp_path):
+    base = shutil.copytree(tiny, tmp_path / "scaled")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"logits_scaling": 8.0}))
+    distilled = partial(build, Medusa, init_args=TREE | {"num_heads": 4, "distillation": True})
+    for drafter in (distilled, partial(build, EAGLE, init_args={"depth": 3})):
+        assert "changes its logits (logits_scaling 8.0): train ctc or block" in refusal(make, base, drafter)
+        make(tiny, drafter)
+    for drafter in (SMALL_CTC, SMALL_BLOCK, SMALL_MEDUSA):  # which learn the most probable tokens
+        make(base, drafter)
 
 
 @pytest.mark.slow

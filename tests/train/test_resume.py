@@ -170,6 +170,30 @@ def test_other_data_are_accepted_on_request(trained, call, write_recipe, tmp_pat
     assert call(run_lightning, *words, "--data.batch_size", 5, "--resume.other_data", "true").code == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_what_the_state_of_the_optimizer_keeps_cannot_be_changed(trained, call, write_recipe, tmp_path, name):
+    words = "fit", "--config", write_recipe(tmp_path, max_steps=9), "--ckpt_path", trained.ckpt
+    error = call(run_lightning, *words, f"--model.{name}", 0.5).one_line_error("lightning")
+    assert f"model.{name} was" in error and "is 0.5" in error and "--model.initial_drafter" in error
+
+
+@pytest.mark.slow
+def test_with_other_batches_the_learning_rate_goes_on_from_the_same_share_of_the_epochs(call, write_run, tmp_path):
+    """The six steps were half of four epochs; with batches twice as large these have four steps."""
+    words = ["fit", "--config", write_run(tmp_path, every=1, keep=-1), "--model.schedule", "linear"]
+    words += ["--model.warmup_steps", 0, "--trainer.max_epochs", 4, "--trainer.max_steps", -1]
+    assert call(run_lightning, *words).code == 0
+    before = torch.load(tmp_path / "checkpoints" / "step=6.ckpt", weights_only=True)
+    (scheduler,) = before["lr_schedulers"]
+    (full, *_), (rate, *_) = scheduler["base_lrs"], scheduler["_last_lr"]
+    assert before["steps_per_epoch"] == 3 and rate == pytest.approx(full / 2)
+    words += ["--data.batch_size", 10, "--resume.other_data", "true", "--trainer.default_root_dir", tmp_path / "other"]
+    assert call(run_lightning, *words, "--ckpt_path", tmp_path / "checkpoints" / "step=6.ckpt").code == 0
+    after = torch.load(tmp_path / "other" / "checkpoints" / "step=7.ckpt", weights_only=True)
+    assert after["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(full / 4)
+
+
 # ---- signals
 
 

@@ -97,7 +97,7 @@ def test_a_training_whose_learning_rate_is_far_too_high_ends_in_one_line_however
     config = write_recipe(tmp_path, {"learning_rate": 1e20}, max_steps=40, val_check_interval=2, **options)
     words = "--non_finite.max_skipped", 3, "--data.files", "[embedded:24:100]"
     line = call(run_lightning, "fit", "--config", config, *words).one_line_error("lightning")
-    assert re.search(r"4 steps in a row, up to step \d+, had a loss or gradient that is not finite: lower model", line)
+    assert re.search(r"4 steps in a row, up to step \d+, had a loss or gradient that is not finite: train anew", line)
 
 
 class Told(L.Callback):

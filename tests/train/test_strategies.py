@@ -36,6 +36,7 @@ def arguments(config, folder, *more):
         "trainer.logger.save_dir": folder,
         "trainer.logger.name": "log",
         "model.drafter.init_args.loss.num_anchors": 256,  # every anchor there is: none is drawn
+        "model.val_answers": "text",  # of different lengths, so that processes draft in different numbers of calls
     }
     return ["fit", "--config", str(config), *(f"--{name}={value}" for name, value in given.items()), *more]
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from benchmarks.harness import ResultTable, alternate, main, show
 from data.dtypes import Dtype
@@ -65,15 +66,17 @@ def against_transformers(
 
 
 def theirs(base: Base, max_new_tokens: int, **options: Any) -> Decode:
-    """Decode with transformers' `generate`."""
+    """Decode with transformers' `generate`, greedily, whatever the model's generation_config says."""
     model: Any = base.model
-    settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": sorted(base.eos), **options}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=sorted(base.eos), pad_token_id=0)
 
     def decode(prompt: list[int]) -> tuple[list[int], int]:
         forwards: list[None] = []
         hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
         given = torch.tensor([prompt], device=model.device)
-        text = model.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **settings)
+        before, model.generation_config = model.generation_config, config
+        text = model.generate(given, config, attention_mask=torch.ones_like(given), **options)
+        model.generation_config = before
         hook.remove()
         return text[0, len(prompt) :].tolist(), len(forwards) - 1
 
@@ -97,7 +100,7 @@ def compare(title: str, arms: dict[str, Decode], prompts: list[list[int]]) -> Re
     """Answer each prompt in every way, after one that does not count."""
     first, texts, forwards, seconds = next(iter(arms)), {}, dict.fromkeys(arms, 0), {}
     for decode in arms.values():
-        decode(prompts[0])
+        decode(prompts[0][::-1])  # some drafters would remember the answer to a prompt
     for _, item, arm in alternate(list(arms), len(prompts), 1, title):
         started = time.perf_counter()
         texts[arm, item], num_forwards = arms[arm](prompts[item])

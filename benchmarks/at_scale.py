@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import SHAPES, ResultTable, main, markdown, origin
 from benchmarks.widening import widen_base, widen_drafter
 from data.benchmarks import Question
-from data.files import read_json, write_text
+from data.files import read_json, short_hash, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
@@ -256,6 +256,7 @@ def result_table(result: Mapping[str, Any]) -> ResultTable:
 def write_results(folder: Path, result: Mapping[str, Any]) -> None:
     """Write a run, and the tables of all runs in the folder."""
     name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}".replace("/", "-")
+    name += f"-{short_hash(json.dumps([result['settings'], list(result['drafters'])]))}"
     write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     results: list[Any] = [read_json(path) for path in sorted(folder.glob("*.json"))]
     tables = [markdown([result_table(each)], each["origin"]) for each in results]

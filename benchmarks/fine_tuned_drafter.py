@@ -18,7 +18,8 @@ from benchmarks.harness import ResultTable, main, show
 from data.batches import BucketSampler, collate
 from data.conversations import Conversation, load_conversations
 from data.dtypes import Dtype
-from data.files import atomic_folder, read_json, write_text
+from data.files import atomic_folder, read_json, short_hash, write_text
+from data.hub import find_base
 from data.rows import lengths as token_counts
 from data.rows import tokenise
 from drafters import checkpoint, recipe
@@ -27,6 +28,7 @@ from inference.drafter_specs import drafter_folder
 from inference.options import GREEDY, AnswerOptions, ModelOptions, ServerOptions
 from inference.prompts import encode_messages
 from inference.regenerate.command import regenerate
+from inference.runs import fingerprint
 from inference.verifier.base import load_base, prepare_process
 
 BATCH_SIZE, MAX_LENGTH = 8, 384  # conversations of a step, of the adapter or of a drafter; tokens of each
@@ -79,6 +81,16 @@ def fine_tuned_drafter(
     if len(texts) < (needed := questions + numbers[-1] + adapter_steps * BATCH_SIZE):
         raise ValueError(f"{', '.join(files)}: {len(texts):,} conversations, but {needed:,} are needed")
     folder.mkdir(parents=True, exist_ok=True)
+    conditions = {  # of all that is kept in the folder
+        "base": fingerprint(find_base(base)),
+        "drafter": fingerprint(drafter_folder(drafter)),
+        "texts": short_hash(json.dumps([text.messages for text in texts])),
+        "numbers": [questions, adapter_steps, max_new_tokens, dtype],
+    }
+    path = folder / "conditions.json"
+    if path.exists() and read_json(path) != conditions:
+        raise ValueError(f"{out} holds another base, drafter or text, or other options: give another --out")
+    write_text(path, json.dumps(conditions))
     if not (tuned := folder / "fine_tune").exists():
         adapt(base, texts[len(texts) - adapter_steps * BATCH_SIZE :], dtype == "bfloat16", tuned)
     answered = {}  # by number of conversations: the file of the answers, and the CPU minutes that they took
@@ -95,7 +107,9 @@ def fine_tuned_drafter(
     asked: dict[str, list[list[GreedyAnswer]]] = {}
     for name, each in bases.items():
         (place := folder / ("of_base" if name == base else "of_fine_tune")).mkdir(exist_ok=True)
-        prompts = [encode_messages(each, text.messages[:1], "tokenizer") for text in texts[:questions]]
+        firsts = [next(at for at, m in enumerate(text.messages) if m["role"] == "user") for text in texts[:questions]]
+        asked_of = [text.messages[: first + 1] for text, first in zip(texts, firsts, strict=False)]
+        prompts = [encode_messages(each, messages, "tokenizer") for messages in asked_of]
         domain = experiment.own_answers(each, prompts, max_new_tokens, place / "domain.json")
         benchmark, _, file = general.partition("=")
         asked[name] = [domain, experiment.decoded_answers(each, benchmark, file, 0, questions, max_new_tokens, place)]

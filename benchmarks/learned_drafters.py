@@ -210,7 +210,7 @@ def learned_drafters(
         figure: PNG file for the learning curves.
     """
     most = {name: int(number) for name, _, number in (arm.partition(":") for arm in arms) if number}  # steps
-    names = [name for arm in arms for name in GROUPS.get(arm, [arm.partition(":")[0]])]
+    names = list(dict.fromkeys(name for arm in arms for name in GROUPS.get(arm, [arm.partition(":")[0]])))
     if unknown := [name for name in names if name not in ARMS]:
         raise ValueError(f"unknown arms {', '.join(unknown)}: known are {', '.join([*ARMS, *GROUPS])}")
     if not names or not seeds or not steps:

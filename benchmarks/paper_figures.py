@@ -22,6 +22,8 @@ from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.graphed import make_runner
 from inference.verifier.session import Session
 
+BATCH_SIZE = 32  # prompts that are answered at once
+
 FORGETTING = "shuffled, no phrase kept from text to text"
 Asked = Mapping[str, BenchmarkPrompts]  # by benchmark
 
@@ -97,8 +99,11 @@ def noise(base: Base, asked: Asked, max_new_tokens: int, counts: Sequence[int] =
 def _answers(base: Base, prompts: Sequence[list[int]], num_random: int, max_new_tokens: int) -> list[str]:
     draw = random.Random(0).choices
     padded = [[*prompt, *draw(prompt, k=num_random)] for prompt in prompts]
-    answers = decode_batch(base, padded, [max_new_tokens] * len(padded))
-    return [str(base.tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+    order, answers = sorted(range(len(padded)), key=lambda row: -len(padded[row])), dict[int, list[int]]()
+    for rows in (order[start : start + BATCH_SIZE] for start in range(0, len(order), BATCH_SIZE)):
+        texts = decode_batch(base, [padded[row] for row in rows], [max_new_tokens] * len(rows))
+        answers |= dict(zip(rows, texts, strict=True))
+    return [str(base.tokenizer.decode(answer, skip_special_tokens=True)) for _, answer in sorted(answers.items())]
 
 
 class Matches(DraftModel):

@@ -114,7 +114,7 @@ def measure(
         seconds[kind, count].append(step_seconds(runners[kind], trees[count], context))
     first, *others = runners
     headings = [heading for kind in others for heading in (f"{kind} ms", f"{first} / {kind}", "first step s")]
-    num_bytes = step_bytes(base, context)
+    num_bytes = step_bytes(base, context) if bandwidth else 0
     of_bytes = ["GB", *(f"{kind} / bytes" for kind in runners)] if bandwidth else []
     table = ResultTable(title, ["nodes", f"{first} ms", "ratio", "IQR", *headings, *of_bytes])
     for count in trees:
@@ -147,7 +147,8 @@ def step_bytes(base: Base, context: int) -> int:
     weights = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
     if not config.tie_word_embeddings:
         del weights[base.base_weights.embedding.data_ptr()]
-    width = config.num_key_value_heads * base.shape.head_dim
+    num_key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = num_key_heads * base.shape.head_dim
     return sum(weights.values()) + 2 * config.num_hidden_layers * context * width * model.dtype.itemsize
 
 

@@ -28,7 +28,7 @@ QWEN_ARGS = --base $(QWEN_BASE) --dtype $(CPU_DTYPE) --forward packed --drafter 
 	--drafter ctc=$(QWEN_CTC) --drafter merged=$(QWEN_CTC):num_nodes=5 \
 	--benchmark humaneval$(HUMANEVAL:%==%) --benchmark mbpp$(MBPP:%==%)
 TORCH_ARGS ?=
-TORCH ?= torch>=2.6,<2.14
+TORCH ?= torch>=2.7,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=

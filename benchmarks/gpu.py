@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import torch
 
 from benchmarks.gpu_parts import FULL, PARTS, TINY, Machine, Part
 from benchmarks.harness import main, markdown, origin
-from data.files import write_text
+from data.files import read_json, write_text
 from inference.verifier.base import prepare_process, resolve_device
 
 SECONDS, GRACE = 600, 30  # of all parts together; of a part that does not end at its limit, before the process does
@@ -50,6 +51,11 @@ def run(parts: Mapping[str, tuple[float, Part]], machine: Machine, seconds: floa
     about = origin(machine.device)
     head = f"# Measured on {about['machine'].partition(';')[0]}\n\n{markdown([], about)}"
     sections = {name: machine.folder / f"{name}.md" for name in parts}
+    conditions = {"machine": about["machine"].partition(";")[0], "versions": about["versions"]}
+    if (made := machine.folder / "conditions.json").exists() and read_json(made) != conditions:
+        for path in (*sections.values(), machine.folder / "card.json"):  # of another card, or other versions
+            path.unlink(missing_ok=True)
+    write_text(made, json.dumps(conditions))
     for name in sorted(parts, key=lambda name: sections[name].exists()):
         section, (limit, part) = sections[name], parts[name]
         if section.exists() and (is_done(section) or section.stat().st_mtime >= started):

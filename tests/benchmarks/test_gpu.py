@@ -92,6 +92,21 @@ def test_a_repeated_run_measures_what_is_not_done_and_what_failed_last(machine):
     assert (machine.folder / "page.md").read_text().count("\ndone after") == 4
 
 
+def test_sections_of_another_card_are_measured_again(machine):
+    measured = []
+
+    def part(machine):
+        measured.append(machine.folder)
+        yield "a table"
+
+    for _ in range(2):
+        gpu.run({"part": (20, part)}, machine, 60)
+    assert len(measured) == 1
+    (machine.folder / "conditions.json").write_text('{"machine": "another card"}')
+    gpu.run({"part": (20, part)}, machine, 60)
+    assert len(measured) == 2
+
+
 def test_what_there_is_no_time_for_is_not_run(machine):
     gpu.run({"works": (20, works)}, machine, 0)
     assert (machine.folder / "page.md").read_text().endswith("## works\n\nnot run\n")

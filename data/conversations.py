@@ -36,7 +36,8 @@ IN_LOSS = "weight", "loss", "train"  # of OpenAI, ms-swift and axolotl: 0 or fal
 FOLLOWING = {"": "user", "user": "assistant", "call": "tool", "tool": "tool assistant", "answer": "user tool"}
 NUM_EXAMPLES, NUM_REASONS = 3, 12  # places that are listed of each reason, and reasons or columns that are listed
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 Message = Mapping[str, Any]  # as chat templates read it: role, content, and what else it holds
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data import templates
 from data.conversations import load_conversations, user_message
 from data.module import ShareGPTData
 from data.templates import encode, encode_prompt
@@ -24,6 +26,7 @@ from inference.regenerate.command import answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
 from tests.data.test_templates import THINKING
+from tests.inference.evaluate.test_evaluate import Tomorrow
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
@@ -261,6 +264,39 @@ def test_an_interrupted_run_that_is_repeated_writes_what_is_missing_and_the_same
     num_missing = len(batches)
     run_drafters([*words, "--overwrite"])
     assert len(batches) - num_missing == num_written + num_missing
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_tomorrow_keeps_the_date_of_its_template(tiny, asked, tmp_path, monkeypatch):
+    base = shutil.copytree(tiny, tmp_path / "base")
+    own = load_base(str(tiny)).tokenizer.chat_template
+    (base / "chat_template.jinja").write_text("{{ strftime_now('%Y') }} " + own)
+    words = [
+        "regenerate",
+        "--base",
+        str(base),
+        "--files",
+        asked,
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        *map(str, QUICK),
+    ]
+    batches, decode = [], answerers.decode_batch
+
+    def interrupted(*given):
+        batches.append(given)
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return decode(*given)
+
+    monkeypatch.setattr(answerers, "decode_batch", interrupted)
+    with pytest.raises(SystemExit):
+        run_drafters(words)
+    monkeypatch.setattr(templates, "date", Tomorrow)
+    run_drafters(words)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    texts = [load_base(str(base)).tokenizer.decode(row["input_ids"]) for row in rows]
+    assert texts and not any(text.startswith("2031") for text in texts)
 
 
 def test_a_reply_that_the_base_cannot_have_given_is_refused(tiny_base, asked, tmp_path):

@@ -20,7 +20,7 @@ from inference import drafter_specs
 from inference.server_process import running_server
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.vllm import served_drafter
-from inference.vllm.proposer import GREEDY_ONLY, KEY
+from inference.vllm.proposer import GREEDY_ONLY, KEY, MOST_REQUESTS
 
 ROOM = "inference.vllm"
 CUSTOM = "custom_class"  # vLLM's method for drafters that are not its own
@@ -90,7 +90,10 @@ def make_launch(
         words += ["--speculative-config", json.dumps(speculative)]
     if method == CUSTOM:
         # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
-        words += ["--additional-config", json.dumps({KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {}))]
+        additional: dict[str, Any] = {KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {})
+        if disable_by_batch_size is not None:  # vLLM 0.33 drops its own schedule for a custom_class
+            additional[MOST_REQUESTS] = disable_by_batch_size
+        words += ["--additional-config", json.dumps(additional)]
     if is_cpu_build:
         words += ["--override-generation-config", json.dumps({"temperature": 0})]
     return Launch(_openmp() if is_cpu_build else {}, words, remembers)

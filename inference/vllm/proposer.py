@@ -24,6 +24,8 @@ KEY = "drafter"
 """Entry of vLLM's ``--additional-config`` that names the drafter: a folder or a spec."""
 GREEDY_ONLY = "greedy_only"
 """Entry that says that no request has a temperature above 0; see `sampler_loses_temperatures`."""
+MOST_REQUESTS = "most_requests"
+"""Entry with the largest number of requests in a step for which drafts are made."""
 
 
 class Proposer(ABC):
@@ -61,6 +63,8 @@ class Proposer(ABC):
         """Largest number of draft tokens by the number of requests in a step; vLLM leaves it to a custom_class."""
         if schedule:
             self.lengths = build_dynamic_sd_schedule_lookup(schedule, most, self.num_tokens)
+        if limit := options.get(MOST_REQUESTS):
+            self.lengths = [length if number <= limit else 0 for number, length in enumerate(self.lengths)]
         tokenizer = load_tokenizer(join_revision(model.tokenizer, model.tokenizer_revision))
         self.base = BaseConfig(model.model, tokenizer, model.hf_text_config)
         ids = model.try_get_generation_config().get("eos_token_id")

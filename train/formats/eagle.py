@@ -35,8 +35,8 @@ def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str
 
     Raises ValueError if the drafter reads layers that engines do not hand to it.
     """
+    check_layers(drafter.required_outputs.hidden_layers, shape)
     layers = sorted(drafter.required_outputs.hidden_layers)
-    check_layers(layers, shape)
     # vLLM's LLaMA expects three layers unless the layer itself names another number.
     more = {} if len(layers) == 3 else {"num_aux_hidden_states": len(layers)}
     num_tokens, kind = drafter.draft_options.depth, "qwen3" if drafter.has_qk_norm else "llama"

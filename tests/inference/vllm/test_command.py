@@ -100,8 +100,10 @@ def test_the_line_for_a_drafter_without_weights(capsys):
 
 def test_the_line_without_drafts_for_many_requests(capsys):
     main(["serve-command", "anpd", "--base", BASE, "--disable-by-batch-size", "4"])
-    speculative = json.loads(parsed(capsys.readouterr().out).speculative_config)
+    arguments = parsed(capsys.readouterr().out)
+    speculative, additional = map(json.loads, (arguments.speculative_config, arguments.additional_config))
     assert speculative["num_speculative_tokens_per_batch_size"] == [[1, 4, 6], [5, 5, 0]]
+    assert additional == {"drafter": "anpd", "most_requests": 4}
     words = "anpd", "--base", BASE, "--disable-by-batch-size"
     assert "disable_by_batch_size must be at least 1, not 0" in refusal(capsys, *words, "0")
     assert "llama.cpp has no --disable_by_batch_size" in refusal(capsys, *words, "4", "--engine", "llama.cpp")

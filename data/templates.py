@@ -235,10 +235,12 @@ def _with_arguments(messages: Sequence[Message], render: Callable[[list], str]) 
     with suppress(*TEMPLATE_ERRORS):
         render(objects)
         # A template that takes them for a text may write an object as Python does, here one that no message quotes.
-        others, stand_in = deepcopy(objects), {PRIVATE_USE[0]: 1}
+        others, stand_in, text = deepcopy(objects), dict.fromkeys(PRIVATE_USE[:1], PRIVATE_USE[0]), ""
         for call in _functions_called(others):
             call["arguments"] = stand_in
-        if str(stand_in) not in render(others):
+        with suppress(*TEMPLATE_ERRORS):  # of a template that reads particular arguments
+            text = render(others)
+        if str(stand_in) not in text:
             return objects
     return texts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +28,7 @@ AGAIN = "write the store again with `drafters features`"
 LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
 KEY_BYTES = 16
 BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
+ALIKE = "base_hash", "base_dtype", "tokenizer", "template", "max_length", "dtype"  # in stores that are read as one
 
 
 @dataclass(frozen=True)
@@ -175,15 +176,33 @@ def save_shard(path: Path, data: dict[str, Tensor]) -> Shard:
 
 
 class FeatureStore:
-    """The finished feature store in a folder, read row by row through memory maps; ValueError if it is damaged."""
+    """The finished feature store in a folder, or in several, read row by row through memory maps.
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+    Its manifest is that of the first folder, with the layers that all of them hold. Raises ValueError if a store is
+    damaged, or was written in another way than the first.
+    """
+
+    def __init__(self, *folders: str | Path) -> None:
+        self.folder, *others = (Path(folder).expanduser() for folder in folders)
         self.manifest = Manifest.read(self.folder)
-        if not self.manifest.is_complete:
-            raise ValueError(f"the feature store {folder} is not finished: run its `drafters features` command again")
+        self._shards: list[tuple[Path, Shard]] = []
+        for folder in (self.folder, *others):
+            manifest = Manifest.read(folder)
+            if not manifest.is_complete:
+                raise ValueError(
+                    f"the feature store {folder} is not finished: run its `drafters features` command again"
+                )
+            for name in ALIKE:
+                if (value := getattr(manifest, name)) != (first := getattr(self.manifest, name)):
+                    raise ValueError(
+                        f"the feature store {folder} has another {name} than {self.folder} ({value}, not {first}): "
+                        "train on stores that were written in the same way"
+                    )
+            layers = tuple(layer for layer in self.manifest.layers if layer in manifest.layers)
+            self.manifest = replace(self.manifest, layers=layers)
+            self._shards += [(folder / shard.file, shard) for shard in manifest.shards]
         # Shared with the processes that load batches, so that each shard is compared once, and not all at the start.
-        self._is_checked = torch.zeros(len(self.manifest.shards), dtype=torch.bool).share_memory_()
+        self._is_checked = torch.zeros(len(self._shards), dtype=torch.bool).share_memory_()
         self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
 
     def check(self, tokenizer: str, template: str, template_name: str, max_length: int) -> None:
@@ -208,8 +227,8 @@ class FeatureStore:
     def find(self, rows: Dataset) -> list[tuple[int, int, int]]:
         """Find rows in the store: the shard of each row, its first token there, and the token after its last."""
         places: dict[bytes, tuple[int, int, int]] = {}
-        for number, shard in enumerate(self.manifest.shards):
-            with reading(self.folder / shard.file, AGAIN), self._open(number) as opened:
+        for number, (path, _) in enumerate(self._shards):
+            with reading(path, AGAIN), self._open(number) as opened:
                 starts, stored = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
             for key, (start, end) in zip(stored, pairwise(starts), strict=True):
                 places[key.tobytes()] = (number, start, end)
@@ -245,14 +264,14 @@ class FeatureStore:
         return row
 
     def _open(self, number: int) -> safe_open:
-        path = self.folder / self.manifest.shards[number].file
+        path, _ = self._shards[number]
         with reading(path, AGAIN):
             return safe_open(path, framework="pt")
 
     def _check(self, number: int) -> None:
         """Compare the checksum of a shard before its first row is read."""
-        shard = self.manifest.shards[number]
-        with reading(path := self.folder / shard.file, AGAIN):
+        path, shard = self._shards[number]
+        with reading(path, AGAIN):
             if not self._is_checked[number] and checksum(path) != shard.sha256:
                 raise ValueError("it is damaged, as it does not have its checksum in the manifest")
         self._is_checked[number] = True

@@ -68,9 +68,10 @@ class ShareGPTData(L.LightningDataModule):
         num_workers: Number of worker processes that load batches ahead; 0 loads them in the main process.
         limit: Largest number of conversations to read. By default all are read.
         cache_dir: Folder for the tokenised conversations. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
-        features: Folder of a feature store that `drafters features` wrote from the same files. Training then reads the
-            base's hidden states and labels from it instead of running the base, and so does validation on the held-out
-            text (``model.val_answers``), if the store has it: of the base little is loaded then.
+        features: Folder of a feature store that `drafters features` wrote from the same files, or of several stores
+            that hold them together. Training then reads the base's hidden states and labels from it instead of running
+            the base, and so does validation on the held-out text (``model.val_answers``), if the store has it: of the
+            base little is loaded then.
         max_tokens: Largest number of tokens per batch and device, padding included, so that a batch holds many short
             conversations or a few long ones. By default only `batch_size` limits a batch.
     """
@@ -88,7 +89,7 @@ class ShareGPTData(L.LightningDataModule):
         num_workers: int = 0,
         limit: int | None = None,
         cache_dir: str | None = None,
-        features: str | None = None,
+        features: list[str] | str | None = None,
         max_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -106,15 +107,16 @@ class ShareGPTData(L.LightningDataModule):
         """Load the tokenised conversations and, for training, check that the feature store matches them."""
         self._load()
         options, tokenizer = self.hparams, self.tokenizer_object
-        if options["features"] and stage in (None, "fit") and self.store is None:
-            store = FeatureStore(options["features"])
+        if self._stores and stage in (None, "fit") and self.store is None:
+            store = FeatureStore(*self._stores)
             template = template_hash(self.template, tokenizer)
             store.check(tokenizer_hash(tokenizer), template, self.template, options["max_length"])
             self.store, self._places = store, store.find(self.train_set)
             with suppress(ValueError):  # they may come from files of which there is no store
                 self.val_places = store.find(self.val_set) if self.val_set is not None else None
             rank_zero_info(
-                f"training: the hidden states of {len(self._places):,} conversations come from {store.folder}"
+                f"training: the hidden states of {len(self._places):,} conversations come from "
+                f"{', '.join(map(str, self._stores))}"
             )
 
     def _load(self) -> None:
@@ -125,8 +127,10 @@ class ShareGPTData(L.LightningDataModule):
             raise ValueError("nothing to train on: give data.tokenizer (a base's folder or hub id) and data.files")
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
         self.template = options["template"]
-        if options["features"]:  # a template may write the date of the day on which the store was written
-            self.template = with_date(self.template, self.tokenizer_object, stored_template(options["features"]))
+        features = options["features"] or []
+        self._stores = [features] if isinstance(features, str) else features
+        if self._stores:  # a template may write the date of the day on which the store was written
+            self.template = with_date(self.template, self.tokenizer_object, stored_template(self._stores[0]))
         train = self._read("training", options["files"])
         if options["val_files"]:
             val = self._read("validation", options["val_files"])

@@ -80,8 +80,9 @@ def train_online(tiny, tmp_path_factory):
 
 
 def read_data(tiny, features, stage="fit", **options):
-    """The data of a training from a store; its conversations are those of the store unless options change them."""
-    data = ShareGPTData(str(tiny), features=str(features), **{"val_size": 4, "batch_size": 4} | DATA | options)
+    """The data of a training from a store, or from some; conversations are its own unless options change them."""
+    stored = [*map(str, features)] if isinstance(features, list) else str(features)
+    data = ShareGPTData(str(tiny), features=stored, **{"val_size": 4, "batch_size": 4} | DATA | options)
     data.setup(stage)
     return data
 
@@ -459,6 +460,24 @@ def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, sto
     assert "shard-00001.safetensors: No such file or directory" in refused()
     validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
     assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
+
+
+@pytest.mark.slow
+def test_two_stores_train_as_one_with_the_text_of_both(tiny, stores, tmp_path):
+    """The second was written later, of more text, and holds one layer more and one less."""
+    parts = [tmp_path / "first", tmp_path / "second"]
+    run_drafters(command(tiny, parts[0], files="[embedded:10]", layers="0,1,-1"))
+    run_drafters(command(tiny, parts[1], files="[embedded:14:10]", layers="2,1,0"))
+    whole = read_data(tiny, stores / "float32", val_size=0)
+    files = ["embedded:10", "embedded:14:10"]
+    both = read_data(tiny, parts, files=files, val_size=0)
+    assert both.store.layers == (0, 1), "those of the first that the second has"
+    whole.store.layers = (0, 1)
+    for one, other in zip(whole.train_dataloader(), both.train_dataloader(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "labels", "loss_mask"))
+        torch.testing.assert_close(one["hidden"], other["hidden"])  # the base read them in other batches
+    said = refusal(FeatureStore, parts[0], stores / "float16")
+    assert f"float16 has another dtype than {parts[0]} (float16, not float32): train on stores" in said
 
 
 @pytest.mark.slow

@@ -183,11 +183,10 @@ class FeatureStore:
     """
 
     def __init__(self, *folders: str | Path) -> None:
-        self.folder, *others = (Path(folder).expanduser() for folder in folders)
-        self.manifest = Manifest.read(self.folder)
+        manifests = {(path := Path(folder).expanduser()): Manifest.read(path) for folder in folders}
+        self.folder, self.manifest = next(iter(manifests.items()))
         self._shards: list[tuple[Path, Shard]] = []
-        for folder in (self.folder, *others):
-            manifest = Manifest.read(folder)
+        for folder, manifest in manifests.items():
             if not manifest.is_complete:
                 raise ValueError(
                     f"the feature store {folder} is not finished: run its `drafters features` command again"

@@ -61,7 +61,7 @@ class SharedSettings:
     base_dtype: str = "float32"
     batch_size: int = 8  # conversations per step
     max_length: int = 384  # of a conversation, in tokens
-    features: str | None = None  # feature store of the training text; None to run the base during training
+    features: list[str] | str | None = None  # feature stores of the training text; None to run the base in training
     # Peak of AdamW, with a warm-up of a tenth of the steps, at most 30, and a cosine decay to zero.
     learning_rate: float = 2e-3
 

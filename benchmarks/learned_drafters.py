@@ -169,7 +169,7 @@ def learned_drafters(
     seeds: list[int] = [0, 1, 2],  # noqa: B006
     steps: list[int] = [600],  # noqa: B006
     seconds: list[int] = [],  # noqa: B006
-    features: str | None = None,
+    features: list[str] | str | None = None,
     max_length: int = 384,
     base_dtype: Dtype = "float32",
     hidden_layers: list[int] = [],  # noqa: B006
@@ -200,7 +200,7 @@ def learned_drafters(
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm, which read the same text; several give learning curves.
         seconds: Times that each arm is trained for, too; the machine should be idle.
-        features: Feature store of the training text, from `drafters features`.
+        features: Feature store of the training text, from `drafters features`, or several that hold it together.
         max_length: Largest number of tokens of a conversation in training.
         base_dtype: Dtype of the base; with bfloat16, drafters are trained in mixed precision.
         hidden_layers: Base layers that the arms of ``fair`` and ``served`` fuse; by default five, evenly spaced.

@@ -28,7 +28,7 @@ AGAIN = "write the store again with `drafters features`"
 LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
 KEY_BYTES = 16
 BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
-ALIKE = "base_hash", "base_dtype", "tokenizer", "template", "max_length", "dtype"  # in stores that are read as one
+ALIKE = "base_hash", "base_dtype", "tokenizer", "template", "template_date", "max_length", "dtype"  # read as one
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Manifest:
     shards: tuple[Shard, ...] = ()  # those written so far, in order
     is_complete: bool = False
     computed_in: str = ""  # the dtype in which the base ran, if not base_dtype
+
+    @property
+    def template_date(self) -> str:
+        """The date that the template wrote into every text; empty if it writes none."""
+        return self.template_name.partition(":date=")[2]
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically."""

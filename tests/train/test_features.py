@@ -478,6 +478,10 @@ def test_two_stores_train_as_one_with_the_text_of_both(tiny, stores, tmp_path):
         torch.testing.assert_close(one["hidden"], other["hidden"])  # the base read them in other batches
     said = refusal(FeatureStore, parts[0], stores / "float16")
     assert f"float16 has another dtype than {parts[0]} (float16, not float32): train on stores" in said
+    for part, day in zip(parts, ("2026-11-28", "2026-11-29"), strict=True):
+        replace(Manifest.read(part), template_name=f"tokenizer:date={day}").save(part)
+    said = refusal(FeatureStore, *parts)
+    assert f"second has another template_date than {parts[0]} (2026-11-29, not 2026-11-28): train on" in said
 
 
 @pytest.mark.slow

@@ -29,9 +29,8 @@ QUIET |= {"enable_model_summary": False}  # arguments of a trainer
 
 @pytest.fixture(scope="session", autouse=True)
 def surroundings(tmp_path_factory):
-    """No test uses the network, and tokenised data is cached in a folder of this run."""
+    """Tokenised data is cached in a folder of this run, and commands compute in one thread."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("DRAFTERS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.delenv("DRAFTERS_DEBUG", raising=False)

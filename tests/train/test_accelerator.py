@@ -77,7 +77,6 @@ def test_a_feature_store_written_on_an_accelerator_is_that_of_the_host(tiny, tmp
     with pretend.Accelerator() as accelerator:
         monkeypatch.setattr(features, "load_base", lambda *_, **__: base)
         monkeypatch.setattr(features, "resolve_device", lambda _: accelerator.device)
-        monkeypatch.setattr(features.ThreadPoolExecutor, "map", lambda _, *args: map(*args))  # it is of this thread
         stored = write("accelerator")
     assert accelerator.to_host
     torch.testing.assert_close(stored, expected)

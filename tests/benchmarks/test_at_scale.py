@@ -66,7 +66,6 @@ def error(base, wide, texts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -78,13 +77,13 @@ def error(base, wide, texts):
         ("tied", SHAPE),
     ],
 )
-def test_a_wider_base_has_the_logits_and_the_greedy_text_of_the_small_one(make_base, texts, kind, shape, dtype):
+def test_a_wider_base_has_the_logits_and_the_greedy_text_of_the_small_one(make_base, texts, kind, shape):
     base = copy.deepcopy(make_base()) if kind == "tied" else make_base(kind, layers=3, predictable=True)
     if kind == "tied":
         base.model.config.tie_word_embeddings = True
         base.model.lm_head.weight = base.model.model.embed_tokens.weight
-    wide = widen_base(base, "wide", shape, VOCAB, dtype)
-    assert wide.model.dtype == dtype and error(base, wide, texts) < 2e-5
+    wide = widen_base(base, "wide", shape, VOCAB, torch.float32)
+    assert wide.model.dtype == torch.float32 and error(base, wide, texts) < 2e-5
     assert torch.equal(wide.model(texts).logits.argmax(-1), base.model(texts).logits.argmax(-1))
     answers = [Session(Runner(each), drafters.NoDrafter()).run(PROMPT, 30).tokens for each in (base, wide)]
     assert answers[0] == answers[1] and len(set(answers[0])) > 3

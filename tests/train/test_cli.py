@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib import import_module
 from inspect import signature
 
@@ -39,21 +37,6 @@ def test_without_a_command_and_for_help_a_table_is_printed(call, args):
     for name, command in COMMANDS.items():
         assert any(row.split() == [name, *command.summary.split()] for row in listed.out.splitlines())
     assert vars(call(run_lightning, *args)) == {"code": 0, "out": LIGHTNING_HELP, "err": ""}
-
-
-@pytest.mark.parametrize("main, said", [(run_drafters, "usage: drafters COMMAND"), (run_lightning, LIGHTNING_HELP)])
-@pytest.mark.parametrize("args", [[], ["--help"]])
-def test_a_command_that_is_given_no_list_reads_the_arguments_of_its_process(monkeypatch, capsys, main, said, args):
-    monkeypatch.setattr(sys, "argv", ["name", *args])
-    main()
-    assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", ["run_drafters", "run_lightning"])
-def test_the_table_is_printed_without_importing_torch(repository, command):
-    code = f"import sys; from train.cli import {command}; {command}([]); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, timeout=5)
-    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -258,14 +241,13 @@ def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subcommand", ["validate", "test"])
-def test_a_checkpoint_is_validated_and_tested_from_the_command_line(call, trained, subcommand):
-    outcome = call(run_lightning, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt).succeeded()
+def test_a_checkpoint_is_tested_from_the_command_line(call, trained):
+    outcome = call(run_lightning, "test", "--config", trained.config, "--ckpt_path", trained.ckpt).succeeded()
     assert "val/acceptance_length" in outcome.out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "ctc.yaml"])  # which the next one trains
 def test_every_config_takes_a_step_with_the_debug_overlay(call, tmp_path, name):
     words = ["--config", name, "--config", "debug.yaml", "--trainer.default_root_dir", tmp_path]
     short = ["--trainer.max_steps", 1, "--trainer.val_check_interval", 1, "--trainer.limit_val_batches", 0]

@@ -33,7 +33,7 @@ from inference.verifier.int8 import can_multiply_int8
 from tests.conftest import refusal
 from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
-from train.features import ShardRow, divide_into_shards, parse_layers, write_in_processes, write_store
+from train.features import ShardRow, divide_into_shards, write_in_processes, write_store
 from train.memory import memory_parts, num_bytes
 from train.module import DrafterTraining
 
@@ -405,10 +405,6 @@ def test_the_key_of_a_row_depends_on_its_tokens_and_mask_only(tiny, stores):
     assert row_keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
     turned = rows.map(lambda row: {"loss_mask": [1 - value for value in row["loss_mask"]]})
     assert not set(row_keys(turned)) & set(names)
-
-
-def test_layers_are_kept_in_the_order_in_which_they_are_named():
-    assert parse_layers("-1,2,0", 2) == (-1, 2, 0)
 
 
 def test_shards_hold_each_row_once_with_the_longest_first():

@@ -58,18 +58,15 @@ def imported(tiny_base, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", [None, EAGLE3], ids=["exported", "imported"])
-def test_without_a_learning_rate_the_weights_and_sizes_are_still_those_of_the_folder(
-    fit, call, trained, imported, tmp_path, drafter
-):
-    folder, out = imported if drafter else trained.folder, tmp_path / "out"
-    done = fit(folder, learning_rate=0.0, **({"drafter": drafter} if drafter else {}))
+def test_without_a_learning_rate_the_weights_and_sizes_are_still_those_of_the_folder(fit, call, imported, tmp_path):
+    out = tmp_path / "out"
+    done = fit(imported, drafter=EAGLE3, learning_rate=0.0)
     assert done.code == 0, done.err
     assert call(run_drafters, "export", tmp_path / "checkpoints" / "last.ckpt", out).code == 0
-    (drafter, config), (before, earlier) = checkpoint.load(out), checkpoint.load(folder)
+    (drafter, config), (before, earlier) = checkpoint.load(out), checkpoint.load(imported)
     torch.testing.assert_close(drafter.state_dict(), before.state_dict(), rtol=0, atol=0)
-    assert config.base == earlier.base and config.training["initial_drafter"] == str(folder)
-    assert f"Trained on from: `{folder}`" in (out / "README.md").read_text()
+    assert config.base == earlier.base and config.training["initial_drafter"] == str(imported)
+    assert f"Trained on from: `{imported}`" in (out / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE")
 V, LAYERS, MASK = 404, 4, 402  # of the base; the tokenizer has 400 tokens
 TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [1, 3]}
-CTC_TRUNK = TRUNK | {"markov_rank": 4, "root_everywhere": False, "frames_differ": False}
 EAGLE_3 = {"hidden_layers": [1, 2, 3], "own_head": True}
 KINDS = {
     "dspark": (Block, {"trunk": TRUNK | {"markov_rank": 4}}),
@@ -233,9 +232,6 @@ ONE = {"hidden_layers": [1]}
         (EAGLE3, EAGLE_3 | {"hidden_layers": [1, 2]}, "three hidden_layers"),
         (EAGLE3, EAGLE_3 | {"layer": {"has_qk_norm": True}}, "has_qk_norm: false"),
         (EAGLE3, EAGLE_3 | {"draft": {"window": 9}}, "no window (9): train the drafter with window: 0"),
-        (Block, {"trunk": ONE | {"lookup": True, "copy": True}}, "no lookup: train the drafter with lookup"),
-        (Block, {"trunk": ONE | {"tokens_in_context": True}}, "the gguf format has no tokens_in_context"),
-        (Block, {"trunk": {"hidden_layers": [-1]}}, "engines fuse the outputs of layers 1 to 3"),
     ],
 )  # fmt: skip
 def test_what_the_format_cannot_hold_is_refused_by_name(kind, init_args, said, base, call, tmp_path):

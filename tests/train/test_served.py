@@ -112,7 +112,6 @@ def test_with_served_states_only_embedding_norm_and_head_of_the_base_are_moved_t
             {"layers": "0,1", "served_layers": "1,2"},
             "the served layers 1,2 must ascend and hold 0,1,2 (the labels need 2)",
         ),
-        ({"layers": "0", "served_layers": "0,1"}, "the served layers 0,1 must ascend and hold 0,2"),
         ({"served_layers": "2,1,0"}, "must ascend and hold"),
         ({"served_layers": "last"}, "layers is 'last': give numbers with commas between them"),
         ({"files": "[embedded:26]"}, "2 of 26 conversations have no hidden states in"),

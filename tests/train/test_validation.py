@@ -84,21 +84,15 @@ def trained(base, prompts):
     return train
 
 
-def simulated(base, drafter, text, start, eos=frozenset()):
-    """Tokens that each simulated step emits on a text whose answer begins at a position."""
-    text = torch.tensor([text])
-    with torch.no_grad():
-        hidden = base.hidden_states(text, drafter.required_outputs.hidden_layers)[0]
-    ending = SimpleNamespace(base_weights=base.base_weights, eos=eos)
-    (emitted,) = simulate_answers(drafter, ending, hidden, text, torch.arange(text.shape[1])[None] >= start)
-    return emitted
-
-
 def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
     """Tokens that each step emits after the prefill, counted by the session and simulated on its text."""
     decoded = Session(Runner(base), drafter).run(prompt, max_new_tokens, eos)
-    live = [step.emitted for step in decoded.steps[1:]]
-    return live, simulated(base, drafter, [*prompt, *decoded.tokens], len(prompt), eos)
+    text = torch.tensor([[*prompt, *decoded.tokens]])
+    with torch.no_grad():
+        hidden = base.hidden_states(text, drafter.required_outputs.hidden_layers)[0]
+    ending = SimpleNamespace(base_weights=base.base_weights, eos=eos)
+    (simulated,) = simulate_answers(drafter, ending, hidden, text, torch.arange(text.shape[1])[None] >= len(prompt))
+    return [step.emitted for step in decoded.steps[1:]], simulated
 
 
 @pytest.mark.slow
@@ -155,10 +149,6 @@ def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_with_eo
 )
 def test_answer_spans_are_the_ranges_of_consecutive_true_values_in_the_loss_mask(mask, spans):
     assert answer_spans(mask) == spans
-
-
-def test_an_answer_of_one_token_has_no_step_after_its_prefill(base, trained):
-    assert simulated(base, trained("ctc", 0)[0], [3, 4, 5, 6], 3) == []
 
 
 def batch_of(prompts):

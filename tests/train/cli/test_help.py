@@ -1,4 +1,4 @@
-"""Every command's help, and its answer to a misspelt option, without the libraries that a run needs."""
+"""Lists of commands, their help, and the answer to a misspelt option, without the libraries that a run needs."""
 
 import subprocess
 import sys
@@ -8,7 +8,9 @@ from train.cli import COMMANDS
 HEAVY = {"torch", "transformers", "lightning", "numpy", "pandas", "matplotlib", "datasets", "openai"}
 CODE = f"""
 import sys
-from train.cli import COMMANDS, run_drafters
+from train.cli import COMMANDS, run_drafters, run_lightning
+run_drafters([])
+run_lightning([])
 for name in COMMANDS:
     for option in ("--help", "--misspelt"):
         try:
@@ -19,7 +21,7 @@ print(*{HEAVY} & sys.modules.keys())
 """
 
 
-def test_help_and_a_misspelt_option_of_every_command_import_no_heavy_library(repository):
+def test_lists_help_and_a_misspelt_option_of_every_command_import_no_heavy_library(repository):
     done = subprocess.run([sys.executable, "-c", CODE], cwd=repository, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert lines[-1] == "", "a library was imported"

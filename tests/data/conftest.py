@@ -1,13 +1,9 @@
-"""A small tokenizer, and the real files in the folder `shared` next to the checkout, if it exists."""
-
-from pathlib import Path
+"""A small tokenizer, and LLaMA's, if the folder `shared` is next to the checkout."""
 
 import pytest
 
 from benchmarks.pretrain import train_tokenizer
 from data.conversations import load_conversations
-
-SHARED = Path(__file__).parents[2].parent / "shared"
 
 
 @pytest.fixture(scope="session")
@@ -23,10 +19,7 @@ def tokenizer_folder(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def llama_tokenizer():
-    folder = SHARED / "data" / "tokenizer"
-    if not folder.is_dir():
-        pytest.skip("the real LLaMA tokenizer is not in the folder `shared` next to the checkout")
+def llama_tokenizer(shared):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder))
+    return AutoTokenizer.from_pretrained(str(shared("data/tokenizer")))

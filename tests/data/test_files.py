@@ -273,6 +273,3 @@ def test_a_command_that_writes_nothing_leaves_nothing(tmp_path):
     with output_lock(tmp_path / "out"), output_lock(tmp_path / "out" / "deeper"):
         pass  # no lock fits into a file, and the command itself says what is wrong
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# --- text that is safe to show -----------------------------------------------------------------------------------

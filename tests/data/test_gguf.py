@@ -12,6 +12,7 @@ from benchmarks.join_parts import join_parts
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from inference.verifier.base import Base, base_hash, load_base, load_base_info
 from inference.vllm.command import make_launch
+from tests import conftest
 from train.cli import run_drafters
 
 pytestmark = pytest.mark.slow
@@ -134,11 +135,7 @@ def test_a_command_decodes_with_a_base_in_gguf(write, capsys):
 
 
 def refusal(path, load=load_base, *options):
-    with pytest.raises(ValueError) as caught:
-        load(str(path), *options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return conftest.refusal(load, str(path), *options)
 
 
 def test_what_cannot_be_read_of_gguf_is_refused_in_one_line(write, tmp_path, monkeypatch):

@@ -152,11 +152,3 @@ def test_all_answers_to_a_prompt_are_in_the_same_set_and_the_order_stays():
             hold_out(conversations, val_size, seed=0)
     with pytest.raises(ValueError, match="val_size must be at least 0, not -1"):
         hold_out(answers(20, 1), -1, seed=0)
-
-
-def test_batches_are_padded_with_zeros(make):
-    data = make()
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    for ids, mask, length in zip(batch["input_ids"], batch["loss_mask"], batch["lengths"], strict=True):
-        assert (ids[length:] == 0).all() and not mask[length:].any() and mask.any()

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +7,6 @@ from data import rows as module
 from data.conversations import load_conversations
 from data.rows import assistant_token_counts, describe, lengths, tokenise
 from data.templates import TEMPLATES, encode
-
-SAMPLE = Path(__file__).parents[2].parent / "shared" / "data" / "sharegpt" / "sharegpt_sample.json"
 
 
 def test_rows_hold_the_tokens_and_the_mask_of_encode_and_are_counted(tokenizer, tmp_path, capfd):
@@ -82,9 +79,8 @@ def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample is not in the folder `shared`")
-def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, tmp_path):
-    conversations, dropped = load_conversations([str(SAMPLE)])
+def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, shared, tmp_path):
+    conversations, dropped = load_conversations([str(shared("data/sharegpt/sharegpt_sample.json"))])
     assert len(conversations) + dropped.counts.total() == 50 and len(conversations) >= 45
     ends = 0
     for row in tokenise(conversations, llama_tokenizer, "vicuna_v1.1", None, str(tmp_path)):

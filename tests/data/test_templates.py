@@ -348,11 +348,6 @@ def test_private_use_characters_in_a_text_hide_no_answer(tokenizer, monkeypatch)
     assert found == ["b</s>", "<think></think>d</s>"]
 
 
-def test_tool_calls_are_refused_by_a_template_that_does_not_show_them(tokenizer):
-    with pytest.raises(ValueError, match="the chat template has no place for tool calls"):
-        encode(parse(WITH_TOOLS, 0), tokenizer, "vicuna_v1.1")
-
-
 def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
     """DeepSeek-R1-Distill's writes a call only where the text is null, and transformers makes that an empty text.
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -14,7 +13,6 @@ from data.benchmarks import BENCHMARKS, Question, find_benchmark, load_questions
 from data.benchmarks.question import Checks
 from inference.options import QuestionOptions
 
-SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
 GSM8K = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
 HUMANEVAL = [
@@ -60,19 +58,6 @@ def write(tmp_path):
         return str(path)
 
     return write
-
-
-def test_mt_bench_keeps_its_ids_and_turns(write):
-    questions = load_questions("mt_bench", write(MT_BENCH))[1:3]
-    assert [question.question_id for question in questions] == [82, 83]
-    assert questions[0] == Question(82, "writing", ("Ask 1", "Again"), None)
-
-
-def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
-    assert load_questions("gsm8k", write(GSM8K))[2:] == [
-        Question(2, "math", ("What is 2 + 1?",), "#### 3"),
-        Question(3, "math", ("What is 3 + 1?",), "#### 4"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -292,12 +277,6 @@ def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason
         load_questions(name, files.format(write(GSM8K, "a,b.jsonl" if files == "{0}" else "rows.jsonl")))
 
 
-def test_every_benchmark_has_two_example_rows():
-    assert all(len(ROWS.get(name, ())) >= 2 for name in BENCHMARKS), (
-        "add those of a new one to ROWS, see CONTRIBUTING.md"
-    )
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_prompt_of_every_style_contains_the_complete_question(name):
     benchmark, rows = BENCHMARKS[name], ROWS[name]
@@ -342,10 +321,9 @@ REAL = [  # files, and the number of questions in them
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
 @pytest.mark.parametrize(("name", "files", "count"), REAL)
-def test_the_real_files_are_read(name, files, count):
-    questions = load_questions(name, ",".join(str(SHARED / file) for file in files.split(",")))
+def test_the_real_files_are_read(shared, name, files, count):
+    questions = load_questions(name, ",".join(str(shared(f"data/{file}")) for file in files.split(",")))
     assert len(questions) == len({question.question_id for question in questions}) == count
     assert all(turn.strip() for question in questions for turn in question.turns)
     if name not in ("mt_bench", "spec_bench"):

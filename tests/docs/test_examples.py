@@ -1,6 +1,5 @@
 """The two drafters of docs/write-a-drafter.md are complete: they decode losslessly, and the learned one trains."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from inference import generate, load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests.conftest import toy_base
+from tests.docs.conftest import load_script
 from train.cli import run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
@@ -20,26 +20,15 @@ EXAMPLES = ROOT / "docs" / "examples"
 PAGE = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def python_blocks(page):
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
-
-
 def linear_heads(base):
     torch.manual_seed(0)
-    drafter = load("linear_heads").LinearHeads(base.shape).to(base.model.dtype)
+    drafter = load_script("examples/linear_heads").LinearHeads(base.shape).to(base.model.dtype)
     drafter.attach_base_weights(base.base_weights)
     return drafter
 
 
 def repeat_after(base):
-    return load("repeat_after").RepeatAfter()
+    return load_script("examples/repeat_after").RepeatAfter()
 
 
 def test_each_example_is_under_sixty_lines_and_included_in_the_page():
@@ -63,7 +52,7 @@ def test_each_example_changes_no_token_of_the_greedy_text(make, seed):
 
 
 def test_the_training_free_example_drafts_both_successors_and_forgets_rewound_tokens():
-    drafter = load("repeat_after").RepeatAfter(num_draft=2)
+    drafter = load_script("examples/repeat_after").RepeatAfter(num_draft=2)
     drafter.begin([1, 2, 3, 1, 4, 1])
     tree = drafter.propose([1, 2, 3, 1, 4, 1], Limits(max_depth=8))
     assert tree == DraftTree.from_paths([[4, 1], [2, 3]])
@@ -94,7 +83,8 @@ def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_fro
 def test_the_python_examples_of_a_page_print_answers_in_plain_words(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    blocks = [block for block in python_blocks(ROOT / page) if "from inference import generate" in block]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.S) if "import generate" in block]
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), {})

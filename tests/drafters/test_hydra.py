@@ -62,7 +62,7 @@ def test_a_head_computes_what_the_authors_code_does(base_weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_nodes", [1, 3, 12, 40, 155])
+@pytest.mark.parametrize("num_nodes", [1, 12, 155])
 @torch.no_grad()
 def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_weights, num_nodes):
     drafter = randomised(

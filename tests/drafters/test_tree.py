@@ -22,13 +22,6 @@ def ancestors(tree, node):
     return {node} | (ancestors(tree, tree.parents[node]) if tree.parents[node] != ROOT else set())
 
 
-def test_depths_and_paths_of_the_example_tree():
-    assert THE_CAT.depths == [1, 2, 1, 3]
-    assert [THE_CAT.path_tokens(node) for node in range(4)] == [[11], [11, 12], [13], [11, 12, 14]]
-    assert THE_CAT.child(ROOT, 13) == 2
-    assert THE_CAT.child(0, 13) is None
-
-
 def test_paths_merge_by_common_prefix():
     tree = DraftTree.from_paths([[11, 12, 14], [13], [11, 12], [11, 12, 14]])
     assert (tree.tokens, tree.parents) == ([11, 12, 14, 13], [-1, 0, 1, -1])

@@ -33,10 +33,6 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
     "arguments",
     [
         {},
-        {"markov_rank": 3},
-        {"tree": "chain", "markov_rank": 3},
-        {"markov_rank": 3, "markov_factors": "base"},
-        {"tree": "paper"},
         {"root_everywhere": False},
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},

@@ -189,18 +189,14 @@ def test_exact_probabilities_equal_the_ctc_loss_of_torch_for_a_batch_with_repeat
 # ---- the losses
 
 
-def assert_literal(case, settings):
-    loss, expected = case.loss(**settings)[0], case.written_out(**settings)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(3 * value, case.leaves) for value in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
-
-
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V], ids=["one", "some"])
 @pytest.mark.parametrize("settings", [{"objective": "ctc"}, {"objective": "prefix", "decay": 0.6}], ids=str)
 def test_loss_and_gradients_equal_those_of_the_literal_sum(case, settings, monkeypatch, max_bytes):
     monkeypatch.setattr(chunks, "MAX_BYTES", max_bytes)
-    assert_literal(case, settings)
+    loss, expected = case.loss(**settings)[0], case.written_out(**settings)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * value, case.leaves) for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
 
 
 def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(case, monkeypatch):

@@ -165,17 +165,13 @@ def test_drawn_drafts_state_the_distribution_of_an_enumeration_over_the_bases_vo
 
 
 @pytest.mark.parametrize("kind", [CTC, Block, EAGLE3])
-@pytest.mark.parametrize("size", [V - 1, V, V + 1, 10 * V])
-def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind, size):
+def test_a_draft_vocabulary_larger_than_the_bases_is_that_of_the_base(kind):
     options = {"own_head": True, "hidden_layers": [-1]} if kind is EAGLE3 else {"markov_rank": 2, "num_frames": 8}
-    given, fitting = (
-        {
-            name: w.shape
-            for name, w in recipes.build(kind, SHAPE, options | {"draft_vocab_size": vocab_size}).state_dict().items()
-        }
-        for vocab_size in (size, min(size, V))
-    )
-    assert given == fitting and given["draft_tokens"] == (min(size, V),)
+    shapes = []
+    for size in (V, V + 1):
+        state = recipes.build(kind, SHAPE, options | {"draft_vocab_size": size}).state_dict()
+        shapes.append({name: weight.shape for name, weight in state.items()})
+    assert shapes[0] == shapes[1] and shapes[1]["draft_tokens"] == (V,)
 
 
 @pytest.mark.parametrize("kind", [CTC, Block])

@@ -13,9 +13,9 @@ from drafters.trees.search import Bias, Candidates, SearchLimits, search
 from tests.conftest import check_tree
 
 TOKENS = np.array([11, 12, 13])
-CTC = pytest.param("ctc", id="ctc")
-PLAIN = pytest.param("plain", id="plain")
-OWN = pytest.param("own", id="plain, own candidates in each frame")
+each_kind = pytest.mark.parametrize(
+    ("kind", "biased"), [("ctc", False), ("ctc", True), ("plain", False), ("plain", True), ("own", False)]
+)
 
 
 class Draft:
@@ -23,7 +23,7 @@ class Draft:
 
     Args:
         literal_texts: The literal texts of CTC frames.
-        kind: CTC frames, or frames that show one token each (plain).
+        kind: CTC frames, or frames that show one token each (plain), perhaps with own candidates in each frame (own).
         shape: Frames and candidate tokens.
         biased: Whether there is a bias between neighbouring tokens.
         held: The candidates' share of each frame's probability.
@@ -67,18 +67,17 @@ class Draft:
         return dict(sorted(every, key=lambda pair: -pair[1])[:num_nodes])
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
+@each_kind
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3), (6, 2)])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_tree_has_the_most_probable_paths(literal_texts, kind, shape, biased, seed):
-    draft = Draft(literal_texts, kind, shape, biased and kind != "own", seed)
+    draft = Draft(literal_texts, kind, shape, biased, seed)
     assert shape[0] < 3 or kind == "own" or any(a == b for path in draft.every for a, b in pairwise(path))
     for num_nodes in (0, 1, 2, 5, 12, 2000):
         assert draft.search(num_nodes, 9) == pytest.approx(draft.best(num_nodes), abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
+@pytest.mark.parametrize("kind", ["ctc", "plain", "own"])
 def test_limits_leave_out_what_is_beyond_them(literal_texts, kind):
     """And nodes within them take its place."""
     draft = Draft(literal_texts, kind)
@@ -93,11 +92,10 @@ def test_limits_leave_out_what_is_beyond_them(literal_texts, kind):
         assert draft.search(2000, 5, min_probability=floor) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kind", [CTC, PLAIN, OWN])
+@each_kind
 @pytest.mark.parametrize("seed", range(3))
 def test_a_chain_continues_with_the_most_probable_child(literal_texts, kind, biased, seed):
-    draft, path, chain = Draft(literal_texts, kind, (5, 3), biased and kind != "own", seed), (), {}
+    draft, path, chain = Draft(literal_texts, kind, (5, 3), biased, seed), (), {}
     while children := [child for child in draft.every if child[:-1] == path]:
         path = max(children, key=draft.every.get)
         chain[path] = draft.every[path]

@@ -27,9 +27,6 @@ class AdversarialTrees(drafters.Drafter):
     def __init__(self, truth, seed=0, most=14, vocab=40):
         self.truth, self.rng, self.most, self.vocab = truth, random.Random(seed), most, vocab
 
-    def begin(self, prompt):
-        self.steps = []
-
     def propose(self, seq, limits):
         rng = self.rng
         truth = self.truth[len(seq) : len(seq) + rng.randrange(6)]
@@ -49,26 +46,17 @@ class AdversarialTrees(drafters.Drafter):
         return DraftTree(tokens, parents)
 
     def observe(self, step):
-        self.steps.append(step)
         assert step.committed_hidden().shape[0] == step.num_pending + len(step.path)
 
 
 class Oracle(drafters.Drafter):
     """Drafts a given text, whatever the base writes."""
 
-    required_outputs = RequiredOutputs()
-
     def __init__(self, text, length=8):
         self.text, self.length = text, length
 
-    def begin(self, prompt):
-        self.steps = []
-
     def propose(self, seq, limits):
         return DraftTree.from_paths([self.text[len(seq) : len(seq) + self.length]])
-
-    def observe(self, step):
-        self.steps.append(step)
 
 
 def train_briefly(drafter, base, texts, num_steps=30, lr=0.03, mask=None):
@@ -143,7 +131,6 @@ def make_random_ctc():
 RANDOM = {
     "ctc": (drafters.CTC, {}),
     "ctc, chain": (drafters.CTC, {"tree": "chain", "causal": True}),
-    "ctc, window": (drafters.CTC, {"window": 6}),
     "ctc_deep": (drafters.CTC, {"num_layers": 2, "hidden_layers": [0, 1, -1]}),
     "block": (drafters.Block, {"num_frames": 4, "markov_rank": 2}),
     "eagle": (drafters.EAGLE, {}),
@@ -162,8 +149,6 @@ def make_drafter(make_random_ctc):
         vocab = base.model.config.vocab_size
         others = {
             "none": drafters.NoDrafter,
-            "anpd": lambda: drafters.ANPD(order=3),
-            "prompt_lookup": drafters.PromptLookup,
             "adversarial": lambda: AdversarialTrees(truth, vocab=vocab),
             "oracle": lambda: Oracle(truth),
         }

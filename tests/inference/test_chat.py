@@ -194,7 +194,7 @@ FIGURES = (
 
 
 @pytest.mark.slow
-def test_a_conversation_through_standard_input(folder, make_base, talk):
+def test_a_conversation_through_standard_input(make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
     text, shown = "", talk("w5 w6 w7", "w9 w10", "/drafter joint:num_nodes=4", "w11", "/quit")
     for said, part in zip(["w5 w6 w7", "w9 w10", "w11"], [shown[0], shown[1], shown[3]], strict=True):
@@ -259,7 +259,7 @@ def test_a_full_context_ends_an_answer_and_reset_makes_room(talk):
 
 
 @pytest.mark.slow
-def test_the_system_message_comes_first(folder, make_base, talk):
+def test_the_system_message_comes_first(make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
     shown = talk("w6", "/system w9 w9", "/reset", "w6", "/system", "/reset", "w6", system="w4")
     for part, text in [(shown[0], "w4\nw6"), (shown[3], "w9 w9\nw6"), (shown[6], "w6")]:

@@ -199,7 +199,7 @@ def test_an_impossible_combination_is_left_out_and_a_wrong_option_refused(folder
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_search_in_one_line_and_loses_no_trial(folder, whole, tmp_path, capsys):
+def test_a_full_disk_ends_a_search_in_one_line_and_loses_no_trial(folder, tmp_path, capsys):
     done = run(folder, tmp_path / "out", "anpd", "order=2,3")
     with full_disk(3000), pytest.raises(SystemExit) as ended:
         run(folder, tmp_path / "out", "anpd", "order=2,3,4")

@@ -131,7 +131,7 @@ def test_a_character_of_several_tokens_stays_in_one_step():
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
 
 
-def test_a_very_long_answer_is_shown_without_its_steps(make, answers, words, tmp_path, no_plots, monkeypatch):
+def test_a_very_long_answer_is_shown_without_its_steps(make, answers, words, monkeypatch):
     monkeypatch.setattr(pages, "MAX_DIVIDED", 0)
     turns = [turn for answer in pages.choose_answers(make(answers), words)[0]["answers"] for turn in answer["turns"]]
     assert turns and not any(turn["spans"] for turn in turns)
@@ -197,7 +197,7 @@ def test_the_headline_names_the_fastest_drafter_differing_text_or_a_base_alone(e
 
 
 @pytest.fixture
-def parts(make, answers, words):
+def parts(make, answers):
     """Three evaluations under different conditions, with hostile names."""
     given = {"mt_bench": answers["mt_bench"]}
     drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc")}

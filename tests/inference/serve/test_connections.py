@@ -49,7 +49,7 @@ def test_a_connection_that_waits_for_a_head_is_closed(connect, monkeypatch, capf
     assert capfd.readouterr() == ("", ""), "nothing is logged"
 
 
-def test_a_connection_is_kept_while_its_request_is_answered(server, connect, monkeypatch):
+def test_a_connection_is_kept_while_its_request_is_answered(connect, monkeypatch):
     monkeypatch.setattr(app, "HEAD_SECONDS", 0.2)  # its answer takes longer
     body = json.dumps(ASKED | {"max_tokens": 1000, "stream": True})
     connection = connect()

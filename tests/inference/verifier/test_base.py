@@ -212,7 +212,7 @@ def test_a_refused_greedy_call_leaves_generation_config_and_a_model_of_peft_has_
     assert wrapped.get_base_model().generation_config.suppress_tokens == [*range(3, 30)]
 
 
-def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole, tmp_path):
+def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole):
     assert tokenizer_hash(toy_tokenizer) == tokenizer_hash(load_tokenizer(str(whole)))
     other = load_tokenizer(str(whole))
     other.add_tokens(["w40"])

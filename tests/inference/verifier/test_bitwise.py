@@ -246,7 +246,7 @@ def test_rows_differ_where_tails_are_longer_than_a_product_sums_at_once(monkeypa
 # ---- where it works
 
 
-def test_bits_are_kept_by_default_in_half_precision_only(toy_tokenizer, make_family):
+def test_bits_are_kept_by_default_in_half_precision_only(make_family):
     multiples = {
         dtype: make_runner(replace(make_family("LLaMA", dtype), bitwise=None)).row_multiple for dtype in DTYPES
     }

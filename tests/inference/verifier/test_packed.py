@@ -16,11 +16,8 @@ from inference.verifier import packed as module
 from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 
-BFLOAT16 = pytest.param(
-    torch.bfloat16,
-    marks=pytest.mark.skipif(
-        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
-    ),
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
 )
 
 
@@ -44,7 +41,7 @@ def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens):
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(torch.float32, [2, 16, 257]), pytest.param(torch.bfloat16, [1, 2, 16, 257], marks=BFLOAT16.marks)],
+    [(torch.float32, [2, 16, 257]), pytest.param(torch.bfloat16, [1, 2, 16, 257], marks=needs_bfloat16)],
 )
 def test_the_packed_copy_is_used_from_a_few_tokens_on(dtype, expected):
     layer = PackedLinear(torch.nn.Linear(24, 40, bias=False, dtype=dtype))
@@ -55,12 +52,12 @@ def test_the_packed_copy_is_used_from_a_few_tokens_on(dtype, expected):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("least", [2, 4])
-@pytest.mark.parametrize("dtype", [BFLOAT16])
-def test_a_token_has_the_same_bits_beside_any_number_of_others(dtype, least, monkeypatch):
+@needs_bfloat16
+def test_a_token_has_the_same_bits_beside_any_number_of_others(least, monkeypatch):
     monkeypatch.setattr(module, "least_rows", lambda: least)
     torch.manual_seed(0)
-    layer = PackedLinear(torch.nn.Linear(4096, 1024, dtype=dtype))
-    for tokens in torch.randn(16, 1, 6, 4096, dtype=dtype):
+    layer = PackedLinear(torch.nn.Linear(4096, 1024, dtype=torch.bfloat16))
+    for tokens in torch.randn(16, 1, 6, 4096, dtype=torch.bfloat16):
         together = layer(tokens)
         for number in (1, 2, 3, 5):
             assert torch.equal(layer(tokens[:, :number]), together[:, :number])
@@ -68,12 +65,12 @@ def test_a_token_has_the_same_bits_beside_any_number_of_others(dtype, least, mon
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", [BFLOAT16])
-def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype):
+@needs_bfloat16
+def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch):
     monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     exact = make_base(context=512, dtype=torch.float32).model
-    exact.to(dtype).float()  # weights that bfloat16 holds exactly
-    model = copy.deepcopy(exact).to(dtype)
+    exact.bfloat16().float()  # weights that bfloat16 holds exactly
+    model = copy.deepcopy(exact).bfloat16()
     plain = copy.deepcopy(model)
     pack_weights(model)
     for num_tokens in (1, 2, 16, 300):

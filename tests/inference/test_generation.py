@@ -63,23 +63,15 @@ def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
 
 
 @pytest.mark.slow
-def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
+def test_texts_chat_messages_and_token_ids_may_be_asked_together(chat):
     text = "Name a colour."
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
     plain = chat.tokenizer(text).input_ids
     rendered = chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-
-    def ids(prompts):
-        return [one.token_ids for one in generate(chat, prompts, max_new_tokens=8)]
-
     expected = [generate_reference(chat, prompt, 8, Greedy()) for prompt in (plain, rendered)]
     assert expected[0] != expected[1]
-    assert ids(text) == ids([text]) == ids(plain) == ids([plain]) == expected[:1]
-    assert ids(messages) == ids([messages]) == ids(rendered) == expected[1:]
-    assert ids([text, messages, plain, rendered]) == expected + expected
-    assert ids([]) == []
-    (one,) = generate(chat.model, text, tokenizer=chat.tokenizer, max_new_tokens=8)
-    assert one.token_ids == expected[0]
+    written = generate(chat, [text, messages, plain, rendered], max_new_tokens=8)
+    assert [one.token_ids for one in written] == expected + expected
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "days": 2}}}
@@ -228,7 +220,7 @@ class Writes(LogitsProcessor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_characters(babbler, seed):
     arguments = {"temperature": 1.0, "seed": seed, "max_new_tokens": 150, "eos": []}
     pieces = list(stream(babbler, [5, 6, 7], "anpd", **arguments))
@@ -237,21 +229,10 @@ def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_character
     assert all(pieces) and len(pieces) > 10
 
 
-@pytest.mark.slow
-def test_pieces_are_yielded_while_the_text_is_generated(chat):
-    messages = [{"role": "user", "content": "What is 3 + 4?"}]
-    pieces = stream(chat, messages, max_new_tokens=30)
-    first = next(pieces)
-    (one,) = generate(chat, messages, max_new_tokens=30)
-    assert first + "".join(pieces) == one.text and len(first) < len(one.text)
-
-
 def test_a_decoder_that_puts_spaces_between_tokens_streams_them_too(base):
     pieces = list(stream(base, "w3 w4 w5", max_new_tokens=20))
     assert "".join(pieces) == generate(base, "w3 w4 w5", max_new_tokens=20)[0].text
     assert " " in "".join(pieces)
-    with pytest.raises(ValueError, match="one prompt, not 2"):
-        stream(base, [[3], [4]])
 
 
 # ---- runners
@@ -301,15 +282,15 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
 
 
 @pytest.mark.slow
-def test_the_package_exports_its_names_and_imports_lazily(repository):
+def test_the_package_lists_and_exports_its_names_and_imports_lazily(repository):
     code = (
-        "import sys, inference; print('torch' in sys.modules); "
+        "import sys, inference; print({*inference.__all__, '__doc__'} <= set(dir(inference)), 'torch' in sys.modules); "
         "from inference import generate; slow = {'torch._dynamo', 'transformers.modeling_utils', 'datasets'}; "
         "print(slow.isdisjoint(sys.modules)); import inference.generation, inference.speculation; "
         "from inference import generate, speculate; print(callable(generate), callable(speculate))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "True", "True"]
+    assert done.stdout.split() == ["True", "False", "True", "True", "True"]
     assert all(getattr(inference, name) for name in inference.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         inference.nothing  # noqa: B018

@@ -3,8 +3,6 @@
 import array
 import fractions
 import pathlib
-import subprocess
-import sys
 from collections import UserList
 from functools import cache
 from types import MappingProxyType
@@ -15,7 +13,6 @@ import torch
 from transformers import AutoModel, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 import drafters
-import inference
 from data.tokenizer import tokenizer_hash
 from drafters.checkpoint import DrafterConfig, save
 from inference import Base, IncrementalDetokenizer, Speculation, generate, load_base, speculate, stream
@@ -252,14 +249,15 @@ def test_a_base_without_chat_template_refuses_messages_but_reads_texts(base):
     assert "no chat template" in str(both(base, [{"role": "user", "content": "w3"}]))
     assert generate(base, []) == []
     for prompts in ([], [[3], [4]]):
-        assert "one prompt" in str(outcome(lambda prompts=prompts: stream(base, prompts)))
+        said = str(outcome(lambda prompts=prompts: stream(base, prompts)))
+        assert f"pass one prompt, not {len(prompts)}" in said
 
 
 # ---- drafters
 
 
 @pytest.fixture(scope="module")
-def folder(chat, make_random_ctc, tmp_path_factory):
+def folder(chat, tmp_path_factory):
     """A folder of a drafter for the base, untrained, and one that is none."""
     folder = tmp_path_factory.mktemp("drafters") / "ctc"
     arguments = {"trunk": {"num_frames": 3}, "loss": {"num_labels": 2}, "draft": {"num_nodes": 4, "top_k": 3}}
@@ -280,14 +278,8 @@ REFUSED_DRAFTERS = [
     *((value, "drafter") for value in ("", "anpd:", "a b", "ANPD", " anpd", "runs/ctc", "anpd\n", HALF)),
     (pathlib.Path("no/such/folder"), "no drafter at"),
     (CHECKPOINT, "tiny-chat"),
-    ("ctc", "needs its folder"),
-    ("ctc=no/such/folder", "no drafter at"),
-    ("anpd=folder", "has no weights"),
-    ("anpd:order=four", "order must be int"),
     ("anpd:order=-1", "order"),
     ("anpd:num_draft=0", "num_draft"),
-    ("anpd:num_draft=1e3", "num_draft"),
-    ("anpd:wings=2", "not 'wings=2'"),
     ("nothing", "environment variable DRAFTERS_MODULES"),
 ]
 
@@ -324,27 +316,14 @@ def test_anything_else_is_refused_as_a_drafter(chat, ids, drafter, said):
     ("arguments", "said"),
     [
         ({"tokenizer": "path"}, "tokenizer"),
-        ({"tokenizer": 3}, "tokenizer"),
         ({"check": "yes"}, "check"),
         ({"graphed": 1}, "graphed"),
-        ({"graphed": [True]}, "graphed"),
         ({"drafters": "anpd"}, "drafters: did you mean drafter?"),
         ({"temperature": 1.0}, "no option temperature"),
     ],
 )
 def test_speculation_refuses_wrong_arguments_when_it_is_made(arguments, said):
     assert_as_expected(outcome(lambda: Speculation(**arguments)), Part(said))
-
-
-@pytest.mark.slow
-def test_sampled_text_inside_transformers_generate_is_repeated_by_manual_seed_and_has_other_draws(chat, ids):
-    def write(**arguments):
-        torch.manual_seed(5)
-        options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "max_new_tokens": 8}
-        return chat.model.generate(torch.tensor([ids]), **options, **arguments).tolist()
-
-    first, second = write(custom_generate=Speculation()), write(custom_generate=speculate, drafter="none")
-    assert first == second != write()
 
 
 def test_speculate_by_itself_says_that_generate_must_call_it(chat, ids):
@@ -388,8 +367,6 @@ def test_a_model_needs_its_tokenizer_and_an_lm_head(chat, alone, ids):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"name": CHECKPOINT},
-        {"name": str(CHECKPOINT)},
         {"name": CHECKPOINT, "dtype": "float32", "device": torch.device("cpu")},
         {"name": CHECKPOINT, "dtype": None, "device": None, "check": None, "prefill_chunk": np.int64(7)},
         {"name": "checkpoints/tiny-chat", "prefill_chunk": 0, "bitwise": False},
@@ -425,7 +402,7 @@ def test_a_device_that_is_not_there_is_refused(device):
     assert_as_expected(outcome(lambda: load_base(CHECKPOINT, device=device)), Part("device cuda"))
 
 
-# ---- texts from tokens, options of sampling, the package
+# ---- texts from tokens, options of sampling
 
 
 @pytest.mark.parametrize(
@@ -456,19 +433,8 @@ def test_a_detokenizer_needs_a_tokenizer(tokenizer):
         ({"temperature": None, "top_k": None, "top_p": None, "seed": None}, SamplingOptions()),
         ({"temperature": np.float64(0.5), "seed": np.int64(3)}, SamplingOptions(0.5, seed=3)),
         ({"temperature": "0.5"}, Part("temperature")),
-        ({"top_k": 1.5}, Part("top_k")),
-        ({"top_p": [1]}, Part("top_p")),
-        ({"seed": "x"}, Part("seed")),
         ({"temp": 1}, Part("temp: did you mean temperature?")),
     ],
 )
 def test_sampling_options_are_numbers(arguments, expected):
     assert_as_expected(outcome(lambda: SamplingOptions(**arguments)), expected)
-
-
-@pytest.mark.slow
-def test_the_package_lists_its_names_before_they_are_used(repository):
-    code = "import sys, inference; print(set(inference.__all__) <= set(dir(inference)), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
-    assert {"generate", "__all__", "__doc__"} <= set(dir(inference))

@@ -177,15 +177,10 @@ def test_a_text_that_ends_early_diverges_at_its_end_token(base, expected, got, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting",
-    [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}],
-)
-def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, monkeypatch, setting):
+def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, monkeypatch):
     """A chat model may have penalties in generation_config.json; the base's greedy text ignores them."""
     base = make_base(seed=5)
-    for name, value in setting.items():
-        monkeypatch.setattr(base.model.generation_config, name, value)
+    monkeypatch.setattr(base.model.generation_config, "repetition_penalty", 1.8)
     assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy()).num_identical == 3
 
 

@@ -99,7 +99,7 @@ def test_a_draft_is_the_text_of_the_base_with_zeroed_sublayers_on_the_bases_cach
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.4, 0.9, 1.1])
+@pytest.mark.parametrize("threshold", [0.05, 0.4, 1.1])
 def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold):
     base, skips = make_base(layers=3), SETS["one layer"]
     lengths = set()
@@ -217,7 +217,6 @@ def test_the_named_drafter_uses_the_runner_of_the_base(make_base, tmp_path):
     )
     assert default.inner.runner is named.inner.runner is runner
     assert (default.inner.attention, default.inner.mlp, default.inner.sampler) == ((1,), (1,), None)
-    assert (default.num_draft, default.threshold, default.adaptive) == (8, 0.8, True)
     assert (named.inner.attention, named.inner.mlp) == ((0, 2), (1,))
     assert (named.num_draft, named.threshold, named.adaptive) == (3, 0.5, False)
     assert isinstance(named.inner.sampler, KeyedSampler) and named.inner.sampler.seed == 3

@@ -112,10 +112,9 @@ def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
 # ---- what the caller can get wrong
 
 
-@pytest.mark.parametrize("name", ["none", "ctc"])
-def test_an_empty_prompt_is_refused(base, make_drafter, name):
+def test_an_empty_prompt_is_refused(base):
     with pytest.raises(ValueError, match="empty"):
-        Session(Runner(base), make_drafter(name, base, [])).run([], 5)
+        Session(Runner(base), drafters.NoDrafter()).run([], 5)
 
 
 def by_chat(base, prompt, drafter):
@@ -143,7 +142,7 @@ def by_generate(base, prompt, drafter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "anpd", "token_recycling"])
+@pytest.mark.parametrize("drafter", ["none", "token_recycling"])
 @pytest.mark.parametrize("door", [by_generate, by_stream, by_chat, by_speculation])
 def test_a_text_ends_at_the_last_position_of_the_context_by_every_door(make_base, door, drafter):
     base = replace(make_base(), model=copy.deepcopy(make_base().model))

@@ -28,7 +28,8 @@ AGAIN = "write the store again with `drafters features`"
 LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
 KEY_BYTES = 16
 BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
-ALIKE = "base_hash", "base_dtype", "tokenizer", "template", "template_date", "max_length", "dtype"  # read as one
+# What is the same in stores that are read as one.
+ALIKE = "base_hash", "base_dtype", "tokenizer", "template", "template_date", "max_length", "dtype"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from inference.regenerate.command import answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
 from tests.data.test_templates import THINKING
-from tests.inference.evaluate.test_evaluate import Tomorrow
+from tests.inference.evaluate.test_thinking_and_tools import Tomorrow
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
